@@ -263,7 +263,10 @@ def algorithm_table(algorithms: Mapping[str, Algorithm]) -> str:
     """The registry as a Markdown table: stages, loss, aggregation, KL, and each capability that is not the default."""
     defaults = {f.name: f.default for f in fields(Algorithm)}
     capabilities = list(defaults)[list(defaults).index("uses_reward_components") :]
-    lines = ["| name | group stage | batch stage | loss | aggregation | KL | capabilities | paper |", "|" + " --- |" * 8]
+    lines = [
+        "| name | group stage | batch stage | loss | aggregation | KL | capabilities | paper |",
+        "|" + " --- |" * 8,
+    ]
     for name, a in algorithms.items():
         values = {c: getattr(a, c) for c in capabilities if getattr(a, c) != defaults[c]}
         said = ", ".join(c if v is True else f"{c}={v}" for c, v in values.items()) or "-"

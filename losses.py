@@ -194,9 +194,7 @@ def packed_attention(
         keys = torch.cat([prompt_key.index_select(0, response_prompt), rows(key, response_index)], dim=2)
         values = torch.cat([prompt_value.index_select(0, response_prompt), rows(value, response_index)], dim=2)
         outputs.append(
-            F.scaled_dot_product_attention(
-                rows(query, response_index), keys, values, attn_mask=visible, scale=scaling
-            )
+            F.scaled_dot_product_attention(rows(query, response_index), keys, values, attn_mask=visible, scale=scaling)
         )
     flat = torch.cat([o.transpose(1, 2).flatten(0, 1) for o in outputs])  # [P*Tp + B*(T-1), H, D]
     return flat.index_select(0, unpack_index)[None], None

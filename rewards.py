@@ -88,7 +88,9 @@ def _component(name: str, value: object) -> tuple[float, bool]:
     if value is None:
         return 0.0, False
     if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool_", "bool"):
-        raise ValueError(f"reward {name!r} returned {value!r} of type {type(value).__name__}; expected a number or None")
+        raise ValueError(
+            f"reward {name!r} returned {value!r} of type {type(value).__name__}; expected a number or None"
+        )
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"reward {name!r} returned {number}, which is not finite")
@@ -97,9 +99,7 @@ def _component(name: str, value: object) -> tuple[float, bool]:
     return number, True
 
 
-def score(
-    names: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def score(names: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping]) -> tuple[torch.Tensor, torch.Tensor]:
     """Every reward function on every sample: components [N, K] float64 and scored [N, K] bool (False: it abstained).
 
     Errors: ValueError for a result that is no finite number within float32; whatever a reward function raises.
@@ -137,7 +137,9 @@ def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
         if not abs(parsed[name]) <= FLOAT32_MAX:
             raise ValueError(f"--reward-weights {text}: the weight must be finite and fit float32")
     if not torch.tensor(list(parsed.values()), dtype=torch.float32).any():
-        raise ValueError(f"--reward-weights {' '.join(weights)}: all weights are zero as float32, so nothing is rewarded")
+        raise ValueError(
+            f"--reward-weights {' '.join(weights)}: all weights are zero as float32, so nothing is rewarded"
+        )
     return list(parsed.values())
 
 

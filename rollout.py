@@ -1,0 +1,530 @@
+"""From rows to samples: data sets, chat prompts, the two engines, seeds, and the order in which rows are visited.
+
+Public: `load_rows`, `Prompts`, `build_prompts`, `PromptOrder`, `Sample`, `Sampling`, `VLLMEngine`, `HFEngine`, `ENGINES`,
+`sample_groups`, `seed_for`, `eos_token_ids`.
+
+Token ids from the engine are what is trained on; text exists for graders and logs. An engine is told every sampling
+parameter and takes none from the model's generation_config, whose EOS ids are honoured, all of them.
+Not here on purpose: grading, advantages, any collective.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+
+# ---------------------------------------------------------------------------------------------- rows
+
+KNOWN_DATASETS = {  # hub name -> what its columns are called
+    "openai/gsm8k": {"config": "main", "prompt": "question", "answer": "answer", "eval_split": "test"},
+}
+ALIASES = {"gsm8k": "openai/gsm8k"}
+PROMPT_COLUMNS = ("question", "prompt", "problem", "input")
+ANSWER_COLUMNS = ("answer", "solution", "target", "output")
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set as the command line names it."""
+
+    dataset: str  # hub name, local file or folder, or rg:<task>
+    config: str | None = None
+    split: str | None = None
+    params: str | None = None  # JSON or YAML mapping, for rg:<task>
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    flag: str = "--dataset"  # what an error names
+
+
+def load_rows(source: Source) -> list[dict]:
+    """Every row of a data set as a dict with `question`, `answer`, `scorer` and its own columns.
+
+    Rows with a null or empty prompt stay in, with question None: `build_prompts` counts and skips them.
+    Errors: ValueError naming the flag, what was found, and what to change.
+    """
+    if source.dataset.startswith("rg:"):
+        return _reasoning_gym_rows(source)
+    if source.params:
+        raise ValueError(f"--dataset-params: only rg:<task> takes parameters, not {source.flag} {source.dataset}")
+    known = KNOWN_DATASETS.get(ALIASES.get(source.dataset, source.dataset), {})
+    table = _load_table(source, known)
+    if len(table) == 0:
+        raise ValueError(f"{source.flag} {source.dataset}: the data set is empty")
+    prompt = _column(table.column_names, source.prompt_column or known.get("prompt"), PROMPT_COLUMNS, "prompt", source)
+    answer = _column(table.column_names, source.answer_column or known.get("answer"), ANSWER_COLUMNS, "answer", source)
+    return [{**row, "question": row[prompt], "answer": row[answer], "scorer": "number"} for row in table]
+
+
+def _load_table(source: Source, known: Mapping[str, str]):
+    """The `datasets.Dataset` that a hub name, file or folder stands for."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    name, split = ALIASES.get(source.dataset, source.dataset), source.split or "train"
+    path = Path(source.dataset).expanduser()
+    looks_local = path.suffix in FILE_FORMATS or source.dataset.startswith((".", "/", "~"))
+    if looks_local and not path.exists():
+        raise ValueError(f"{source.flag} {source.dataset}: no such file or folder (seen from {Path.cwd()})")
+    try:
+        if path.is_file():
+            if path.suffix not in FILE_FORMATS:
+                raise ValueError(
+                    f"cannot read {path.suffix or 'a file without an ending'}; use {', '.join(FILE_FORMATS)}"
+                )
+            if path.stat().st_size == 0:
+                raise ValueError("the file is empty")
+            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        if path.is_dir():
+            files = sorted(f for f in path.iterdir() if f.suffix in FILE_FORMATS and f.stem.split("-")[0] == split)
+            if not files:
+                found = ", ".join(sorted(f.name for f in path.iterdir())) or "nothing"
+                raise ValueError(
+                    f"the folder has no file {split}.* or {split}-*.* ending in {', '.join(FILE_FORMATS)}; it holds {found}"
+                )
+            return datasets.load_dataset(
+                FILE_FORMATS[files[0].suffix], data_files=[str(f) for f in files], split="train"
+            )
+        return datasets.load_dataset(name, source.config or known.get("config"), split=split)
+    except Exception as e:
+        remedy = "" if path.exists() else ". Check the name, --dataset-config and --dataset-split, or name a local file"
+        raise ValueError(f"{source.flag} {source.dataset} (split {split}): {type(e).__name__}: {e}{remedy}") from e
+
+
+def _column(names: list[str], asked: str | None, usual: Sequence[str], kind: str, source: Source) -> str:
+    candidates = [asked] if asked else usual
+    for name in candidates:
+        if name in names:
+            return name
+    tried = f"no column {asked!r}" if asked else f"none of the usual {kind} columns ({', '.join(usual)})"
+    raise ValueError(f"{source.flag} {source.dataset}: {tried}; it has {', '.join(names)}. Set --{kind}-column")
+
+
+def _reasoning_gym_rows(source: Source) -> list[dict]:
+    """Rows of a reasoning-gym task; the fields of its metadata become columns (`expression` of chain_sum, say)."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task = source.dataset.removeprefix("rg:")
+    if task not in DATASETS:
+        raise ValueError(f"{source.flag} {source.dataset}: unknown task; there are {', '.join(sorted(DATASETS))}")
+    try:
+        params = yaml.safe_load(source.params or "{}")
+        if not isinstance(params, dict):
+            raise ValueError(f"expected a mapping, found {params!r}")
+        data = reasoning_gym.create_dataset(task, **{"size": 1000, "seed": 0, **params})
+        rows = [data[i] for i in range(len(data))]
+    except Exception as e:
+        raise ValueError(f"--dataset-params {source.params} for {source.dataset}: {type(e).__name__}: {e}") from e
+    return [{**row["metadata"], **row, "scorer": f"rg:{task}"} for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a row becomes messages."""
+
+    system_prompt: str | None = None
+    template: str | None = None  # str.format with the row's columns, e.g. "Compute {expression}."
+    few_shot: tuple[dict, ...] = ()  # {"role", "content"} turns before the question
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows that can be sampled, and their token ids."""
+
+    rows: list[dict]
+    token_ids: list[list[int]]
+    row_ids: list[int]  # place of each row in the data set, before any was dropped
+    num_null: int  # rows without a prompt, skipped
+    num_overlong: int  # rows longer than the limit, dropped
+    first_overlong: int | None  # place in the data set of the first of them
+    num_held_out: int  # rows left out because they are held out
+
+
+def read_few_shot(path: str) -> tuple[dict, ...]:
+    """Messages of a JSON, JSONL or YAML file: a list of {"role": ..., "content": ...}. Errors: ValueError."""
+    try:
+        text = Path(path).expanduser().read_text()
+        lines = path.endswith(".jsonl")
+        turns = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else yaml.safe_load(text)
+        ok = isinstance(turns, list) and all(isinstance(t, dict) and set(t) == {"role", "content"} for t in turns)
+        if not ok or not turns:
+            raise ValueError('expected a list of {"role": ..., "content": ...}')
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as e:
+        raise ValueError(f"--few-shot {path}: {e}") from e
+    return tuple(turns)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Mapping, fmt: PromptFormat) -> list[int]:
+    """Token ids of one row's prompt. The chat template (or, without one, the tokenizer) adds BOS, exactly once."""
+    try:
+        question = row["question"] if fmt.template is None else fmt.template.format(**row)
+    except (KeyError, IndexError, AttributeError, ValueError) as e:
+        raise ValueError(f"--prompt-template {fmt.template!r}: {e!r}; a row has {', '.join(row)}") from e
+    system = [{"role": "system", "content": fmt.system_prompt}] if fmt.system_prompt else []
+    # a prompt column may hold a conversation already
+    turns = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
+    messages = [*system, *fmt.few_shot, *turns]
+    if tokenizer.chat_template is None:
+        return tokenizer("\n\n".join(m["content"] for m in messages))["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def build_prompts(
+    rows: Sequence[Mapping],
+    tokenizer: PreTrainedTokenizerBase,
+    fmt: PromptFormat,
+    max_tokens: int,
+    overlong: str,
+    flag: str,
+    not_among: "Prompts | None" = None,
+) -> Prompts:
+    """Tokenise every row once; skip rows without a prompt, drop (or, with overlong="error", refuse) those over `max_tokens`.
+
+    not_among: prompts that must not come up (held-out ones): rows with the same token ids are left out.
+    Errors: ValueError naming the row, or when no row is left.
+    """
+    kept_rows, kept_ids, places, too_long, num_null, num_held_out = [], [], [], [], 0, 0
+    held_out = {tuple(ids) for ids in not_among.token_ids} if not_among else set()
+    for i, row in enumerate(rows):
+        if row["question"] is None or not str(row["question"]).strip():
+            num_null += 1
+            continue
+        ids = prompt_ids(tokenizer, row, fmt)
+        if len(ids) > max_tokens:
+            too_long.append(i)
+        elif tuple(ids) in held_out:
+            num_held_out += 1
+        else:
+            kept_rows.append(dict(row))
+            kept_ids.append(ids)
+            places.append(i)
+    if too_long and overlong == "error":
+        raise ValueError(
+            f"{flag}: {len(too_long)} prompts are longer than --max-prompt-tokens {max_tokens}, the first is row "
+            f"{too_long[0]}. Raise the limit, or drop them with --overlong-prompts drop"
+        )
+    if not kept_rows:
+        raise ValueError(
+            f"{flag}: no row is left of {len(rows)}: {num_null} without a prompt, {len(too_long)} longer than "
+            f"--max-prompt-tokens {max_tokens}"
+        )
+    return Prompts(
+        kept_rows, kept_ids, places, num_null, len(too_long), too_long[0] if too_long else None, num_held_out
+    )
+
+
+@dataclass
+class PromptOrder:
+    """The order in which rows are visited: one seeded permutation an epoch, end to end, whatever the world size.
+
+    `position` counts the prompts taken since the start; it is the whole state.
+    """
+
+    num_prompts: int
+    seed: int
+    position: int = 0
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices into the prompts; none is repeated or lost within an epoch."""
+        taken = []
+        while len(taken) < count:
+            epoch, offset = divmod(self.position, self.num_prompts)
+            generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
+            order = torch.randperm(self.num_prompts, generator=generator).tolist()
+            part = order[offset : offset + count - len(taken)]
+            taken += part
+            self.position += len(part)
+        return taken
+
+
+# ---------------------------------------------------------------------------------------------- samples and seeds
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one prompt, as the engine gave it."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]  # EOS included where it was sampled
+    logprobs: list[float]  # the engine's, of log_softmax(logits / temperature), one a response token
+    finish_reason: str  # "stop": ended by an EOS id; "length": cut at the limit
+    text: str  # the response without its EOS, for graders and logs
+    row: dict
+    group: int  # number of its prompt among all prompts of the step, over all ranks
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Everything an engine is told; temperature 0 is greedy."""
+
+    num_samples: int
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What an engine returns for one sample."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+def seed_for(*parts: int | str) -> int:
+    """A 62-bit seed that depends on every part and on nothing else (not on rank, world size or batch order)."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def eos_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: of generation_config, of the model's config, and of the tokenizer."""
+    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model_path).get_text_config().eos_token_id]
+    try:
+        found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+    except OSError:  # a model folder without generation_config.json
+        pass
+    flat = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    if not flat:
+        raise ValueError(f"--model {model_path}: neither its configuration nor its tokenizer names an EOS token")
+    return tuple(sorted(set(flat)))
+
+
+class Engine(Protocol):
+    """What the training loop needs of an inference engine."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Response]]:
+        """`num_samples` responses to each prompt; sample i of prompt p draws from seed seeds[p] + i."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights and forget everything computed with the old ones. Uses the iterator to its end."""
+
+    def sleep(self) -> None:
+        """Give accelerator memory back while the trainer works."""
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again: "weights" before `load_weights`, "kv_cache" after it."""
+
+    def close(self) -> None:
+        """Free the engine; before the process group is destroyed."""
+
+
+def sample_groups(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    indices: Sequence[int],
+    groups: Sequence[int],
+    sampling: Sampling,
+    seed_parts: Sequence[int | str],
+) -> list[Sample]:
+    """`num_samples` samples of each prompt in `indices`, prompt by prompt; `groups` are their numbers over all ranks.
+
+    The seed of a sample is f(*seed_parts, place of its row in the data set) + its number in the group.
+    """
+    token_ids = [prompts.token_ids[i] for i in indices]
+    seeds = [seed_for(*seed_parts, prompts.row_ids[i]) for i in indices]
+    responses = engine.generate(token_ids, sampling, seeds) if token_ids else []
+    samples = []
+    for index, group, ids, group_responses in zip(indices, groups, token_ids, responses, strict=True):
+        for r in group_responses:
+            shown = r.token_ids[:-1] if r.finish_reason == "stop" else r.token_ids
+            text = tokenizer.decode(shown, skip_special_tokens=False)
+            samples.append(Sample(ids, r.token_ids, r.logprobs, r.finish_reason, text, prompts.rows[index], group))
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------- engines
+
+
+class VLLMEngine:
+    """vLLM in this process: the torchrun rank is its only worker (external_launcher, no engine process)."""
+
+    def __init__(
+        self,
+        model_path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        seed: int,
+        gpu_memory_utilization: float,
+        kv_cache_gib: int,
+    ):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM
+
+        self.on_gpu = device.type == "cuda"
+        # per-request seeds crash the CPU sampler on a chunked prefill, so there a prompt must fit one scheduler step
+        cpu_args = {"enforce_eager": True, "enable_chunked_prefill": False}
+        self.llm = LLM(
+            model=model_path,
+            dtype=str(dtype).removeprefix("torch."),
+            distributed_executor_backend="external_launcher",
+            seed=seed,
+            generation_config="vllm",  # sampling parameters never come from the model's generation_config
+            logprobs_mode="processed_logprobs",  # of logits / temperature, as the trainer computes them
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max(8192, max_model_len),
+            enable_prefix_caching=True,
+            skip_tokenizer_init=True,  # ids in, ids out
+            disable_log_stats=True,
+            **(
+                {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+                if self.on_gpu
+                else cpu_args
+            ),
+        )
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Response]]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                n=sampling.num_samples,
+                temperature=sampling.temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                seed=seed,
+                logprobs=0,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [[self._response(o) for o in sorted(output.outputs, key=lambda o: o.index)] for output in outputs]
+
+    @staticmethod
+    def _response(output: Any) -> Response:
+        ids = list(output.token_ids)
+        logprobs = [step[i].logprob for step, i in zip(output.logprobs, ids, strict=True)]
+        return Response(ids, logprobs, "stop" if output.finish_reason == "stop" else "length")
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.apply_model(_pack_output_head)
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache after a weight push: a request is still running")
+
+    def sleep(self) -> None:
+        if self.on_gpu:
+            self.llm.sleep(level=2)  # weights are pushed before the next use, so none are kept
+
+    def wake_up(self, tags: list[str]) -> None:
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # what the trainer has cached, so that the engine finds room
+            self.llm.wake_up(tags=tags)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+def _pack_output_head(model: torch.nn.Module) -> None:
+    """With tied embeddings on CPU, vLLM's head keeps its own packed copy of the old weights: pack it again."""
+    head = getattr(model, "lm_head", None)
+    if getattr(head, "cpu_linear", None) is not None:
+        head.quant_method.process_weights_after_loading(head)
+
+
+class HFEngine:
+    """transformers' generate: a plain reference, slow, for tests and for machines without vLLM."""
+
+    def __init__(self, model_path: str, dtype: torch.dtype, device: torch.device, *unused: Any):
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Response]]:
+        rows = [ids for ids in prompts for _ in range(sampling.num_samples)]
+        generators = [torch.Generator().manual_seed(s + i) for s in seeds for i in range(sampling.num_samples)]
+        width, device = max(map(len, rows)), self.model.device
+        input_ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=device)  # left-padded
+        attention_mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
+        temperature = sampling.temperature or 1.0
+
+        def add_gumbel(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            """argmax(logits / temperature + Gumbel noise) is a sample of the softmax, from each sample's own seed."""
+            if sampling.temperature == 0:
+                return logits
+            noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
+            return logits.float() / temperature - noise.log().to(device)
+
+        out = self.model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=sampling.max_tokens,
+                eos_token_id=list(sampling.stop_token_ids),
+                pad_token_id=sampling.stop_token_ids[0],
+                output_logits=True,
+                return_dict_in_generate=True,
+            ),
+            logits_processor=[add_gumbel],
+        )
+        new_ids = out.sequences[:, width:]  # [rows, steps]
+        logprobs = torch.stack(
+            [
+                torch.log_softmax(logits.float() / temperature, -1).gather(1, ids[:, None])[:, 0]
+                for logits, ids in zip(out.logits, new_ids.T)
+            ],
+            dim=1,
+        )
+        flat = [self._response(i.tolist(), lp.tolist(), sampling) for i, lp in zip(new_ids, logprobs)]
+        return [flat[i : i + sampling.num_samples] for i in range(0, len(flat), sampling.num_samples)]
+
+    @staticmethod
+    def _response(ids: list[int], logprobs: list[float], sampling: Sampling) -> Response:
+        ends = [t for t, token in enumerate(ids) if token in sampling.stop_token_ids]
+        length = ends[0] + 1 if ends else len(ids)
+        return Response(ids[:length], logprobs[:length], "stop" if ends else "length")
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.model.named_parameters())
+        missing = set(own)
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise RuntimeError(
+                f"weight push left {len(missing)} parameters of the engine as they were: {sorted(missing)[:5]}"
+            )
+
+    def sleep(self) -> None:
+        """Nothing to give back: the reference engine is for small models."""
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Nothing was given back."""
+
+    def close(self) -> None:
+        del self.model
+
+
+def finished_fraction(samples: Iterable[Sample]) -> tuple[int, int]:
+    """(samples ended by an EOS id, samples)."""
+    reasons = [s.finish_reason for s in samples]
+    return reasons.count("stop"), len(reasons)
+
+
+ENGINES = {"vllm": VLLMEngine, "hf": HFEngine}
