@@ -156,9 +156,7 @@ def broadcast(scores: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Se
     return torch.where(response_mask, scores[:, None], 0.0)
 
 
-def whiten_sequence(
-    scores: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Sequence[int] | None
-) -> torch.Tensor:
+def whiten_sequence(scores: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Sequence[int] | None) -> torch.Tensor:
     """(s - mean) / (std + 1e-4) over the sequences of one optimizer batch across ranks, sample std; on every token.
 
     [N] float64, [N, T] bool -> [N, T] float64. Sequences without a valid token stay out. Each optimizer batch is whitened
@@ -173,9 +171,7 @@ def whiten_sequence(
     return torch.where(response_mask, whitened[:, None], 0.0)
 
 
-def whiten_tokens(
-    advantages: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Sequence[int] | None
-) -> torch.Tensor:
+def whiten_tokens(advantages: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Sequence[int] | None) -> torch.Tensor:
     """(A - mean) * rsqrt(max(var, 1e-8)) over the valid tokens of one optimizer batch across ranks, population moments.
 
     [N, T] float64, [N, T] bool -> [N, T] float64, 0 outside the mask.

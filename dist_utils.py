@@ -1,7 +1,7 @@
 """Everything that crosses ranks: process groups, failing together, statistics, FSDP2, weights as full tensors.
 
 Public: `start`, `leave`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`, `mean_std`,
-`shard_model`, `full_parameters`, `full_state_dict`, `clip_grad_norm`.
+`compute_dtype`, `shard_model`, `full_parameters`, `full_state_dict`, `clip_grad_norm`, `export_model`, `Meter`, `Ledger`.
 
 The rule: a rank never leaves the sequence of collectives alone. Work that can fail on one rank runs inside
 `run_together`; whatever the ranks must hold alike is compared by `agree` before the first collective that depends on it.
@@ -9,13 +9,19 @@ No other file of the project calls a collective. Not here on purpose: anything t
 beyond their parameters.
 """
 
+import contextlib
+import ctypes
 import os
+import resource
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 T = TypeVar("T")
 
@@ -58,19 +65,24 @@ def start(timeout_minutes: float = 30.0) -> Ranks:
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-def leave(exit_code: int) -> None:
-    """End this process at once, without a collective: a rank that fails must not wait for one that hangs.
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory: giving it back after each step costs seconds of page faults in the next."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have none, and need none
+        m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
+        for parameter, value in ((m_mmap_threshold, 2**31 - 1), (m_trim_threshold, 2**31 - 1), (m_top_pad, 2**28)):
+            mallopt(parameter, value)
 
-    After a success every rank passes a barrier first, so that no rank takes a store away from another.
-    """
-    if exit_code == 0:
-        dist.barrier()
-        dist.destroy_process_group()
+
+def leave(exit_code: int) -> None:
+    """End this process at once, without a collective: a rank that fails must not wait for one that hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
@@ -183,6 +195,14 @@ def mean_std(values: torch.Tensor, mask: torch.Tensor, ddof: int) -> Moments:
 # ---------------------------------------------------------------------------------------------- FSDP2
 
 
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; for "auto" bfloat16 on GPUs and on processors with bf16 instructions, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    fast = device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return torch.bfloat16 if fast else torch.float32
+
+
 def shard_model(model: torch.nn.Module, blocks: list[torch.nn.Module], compute_dtype: torch.dtype) -> torch.nn.Module:
     """Wrap each block and then the root with `fully_shard`: fp32 master shards, `compute_dtype` compute, fp32 reduction.
 
@@ -214,3 +234,94 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
     """Scale the gradients so that their global L2 norm is at most `max_norm`; return the norm before. A collective."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Write the full model in the compute dtype, as an ordinary Hugging Face folder with the trainer's log-probs.
+
+    Written beside and committed by a rename. A collective; rank 0 writes.
+    """
+    state = full_state_dict(model)
+
+    def save() -> None:
+        if dist.get_rank() != 0:
+            return
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+        shell.load_state_dict({k: v.to(dtype) for k, v in state.items()}, assign=True)
+        shell.tie_weights()
+        shell.generation_config = model.generation_config
+        beside = folder.with_name(folder.name + ".tmp")
+        shell.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        beside.rename(folder)
+
+    run_together("exporting the model", save)
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+class Meter:
+    """What is measured in a step: means as (sum, count), totals and maxima; reduced over ranks once."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, tuple] = defaultdict(lambda: (0.0, 0.0))
+        self.totals: dict[str, float] = defaultdict(float)
+        self.peaks: dict[str, float] = defaultdict(lambda: float("-inf"))
+
+    def mean(self, name: str, total, count) -> None:
+        """Add to the sum and the count of a mean."""
+        self.means[name] = (self.means[name][0] + total, self.means[name][1] + count)
+
+    def total(self, name: str, value) -> None:
+        """Add to a sum."""
+        self.totals[name] += float(value)
+
+    def peak(self, name: str, value) -> None:
+        """Keep the largest value."""
+        self.peaks[name] = max(float(value), self.peaks[name])
+
+    def reduce(self) -> dict[str, float]:
+        """One number a name, the same on every rank; means over nothing are left out. A collective."""
+        means = {k: (float(s), float(c)) for k, (s, c) in self.means.items()}
+        merged = Meter()
+        for other_means, totals, peaks in gather_objects((means, dict(self.totals), dict(self.peaks))):
+            for name, (total, count) in other_means.items():
+                merged.mean(name, total, count)
+            for name, value in totals.items():
+                merged.total(name, value)
+            for name, value in peaks.items():
+                merged.peak(name, value)
+        return {k: s / c for k, (s, c) in merged.means.items() if c} | merged.totals | merged.peaks
+
+
+class Ledger:
+    """Seconds of each phase of a step; what no phase claims is `other`."""
+
+    def __init__(self, phases: Sequence[str]) -> None:
+        self.start = time.perf_counter()
+        self.seconds = dict.fromkeys(phases, 0.0)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside as `name`."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+    def close(self, meter: Meter, tokens_sampled: int, world_size: int) -> None:
+        """Write the step's seconds to the meter."""
+        step = time.perf_counter() - self.start
+        self.seconds["other"] = step - sum(self.seconds.values())
+        for name, seconds in self.seconds.items():
+            meter.mean(f"perf/seconds_{name}", seconds, 1)
+        meter.mean("perf/seconds_step", step, 1)
+        meter.mean("perf/tokens_per_second", tokens_sampled, step / world_size)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process ever held: the GPU allocator's, or the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,7 +1,7 @@
 """From sampled token ids to a loss: one packed batch layout, token log-probs, policy losses, KL, aggregation.
 
-Public: `Batch`, `collate`, `micro_batches`, `register_attention`, `token_logprobs`; `POLICY_LOSSES`, `KL_ESTIMATORS`,
-`AGGREGATIONS`, `Denominators`.
+Public: `Batch`, `collate`, `micro_batches`, `form_batches`, `empty_batch`, `register_attention`, `token_logprobs`,
+`POLICY_LOSSES`, `KL_ESTIMATORS`, `AGGREGATIONS`, `Denominators`.
 
 Shapes: L packed tokens of a micro-batch, P prompts, B responses, T tokens of the longest response, V vocabulary.
 Layout: a prompt stands once, followed by all its responses in the micro-batch; the positions of each response go on from
@@ -14,6 +14,7 @@ Not here on purpose: configuration, collectives, the optimizer. Denominators are
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
 PACKED_ATTENTION = "flatrl_packed"
+CHUNK = 512  # rows of [M, V] logits that are held in float32 at a time
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside every clip range, far inside float32
 
 
@@ -154,6 +156,33 @@ def micro_batches(samples: Sequence[SampleLike], max_tokens: int) -> list[list[i
     return splits
 
 
+def form_batches(
+    samples: Sequence[SampleLike],
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    batch_sizes: Sequence[int],
+    max_tokens: int,
+    device: torch.device,
+) -> list[list[Batch]]:
+    """This rank's samples, in order, as optimizer batches of `batch_sizes` samples, each cut into micro-batches.
+
+    advantages [N, >=T] fp32, response_mask [N, >=T] bool. An optimizer batch without a sample has no micro-batch.
+    """
+    batches, start = [], 0
+    for size in batch_sizes:
+        splits = micro_batches(samples[start : start + size], max_tokens)
+        rows = [[start + i for i in split] for split in splits]
+        batches.append([collate([samples[i] for i in r], advantages[r], response_mask[r], device) for r in rows])
+        start += size
+    return batches
+
+
+def empty_batch(device: torch.device) -> Batch:
+    """A micro-batch without a token to train on: what a rank computes while another one still has work."""
+    nothing = SimpleNamespace(prompt_ids=[0], response_ids=[0], logprobs=[0.0], group=0)
+    return collate([nothing], torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool), device)
+
+
 # ---------------------------------------------------------------------------------------------- token log-probs
 
 
@@ -186,9 +215,7 @@ def packed_attention(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     prompt_key, prompt_value = rows(key, prompt_index), rows(value, prompt_index)
     outputs = [
-        F.scaled_dot_product_attention(
-            rows(query, prompt_index), prompt_key, prompt_value, is_causal=True, scale=scaling
-        )
+        F.scaled_dot_product_attention(rows(query, prompt_index), prompt_key, prompt_value, is_causal=True, scale=scaling)
     ]
     if response_index.numel():
         keys = torch.cat([prompt_key.index_select(0, response_prompt), rows(key, response_index)], dim=2)
@@ -222,6 +249,41 @@ def register_attention(config: PretrainedConfig) -> str:
     return PACKED_ATTENTION
 
 
+class _TargetLogprobs(torch.autograd.Function):
+    """log_softmax(logits / temperature) at the targets, and the entropy, `CHUNK` rows at a time.
+
+    The only [M, V] tensors alive are the logits and, in the backward pass, their gradient, both in the model's dtype; the
+    float32 work happens on a chunk. d logp_m / d logits_mv = (1[v = target] - softmax_mv) / temperature.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        normalizers, picked, entropies = [], [], []
+        for part, target in zip(logits.split(CHUNK), targets.split(CHUNK)):
+            scaled = part.float() / temperature  # [m, V]
+            normalizer = torch.logsumexp(scaled, dim=-1)
+            picked.append(scaled.gather(1, target[:, None])[:, 0] - normalizer)
+            entropies.append(normalizer - (torch.softmax(scaled, dim=-1) * scaled).sum(-1))
+            normalizers.append(normalizer)
+        ctx.save_for_backward(logits, targets, torch.cat(normalizers))
+        ctx.temperature = temperature
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(picked), entropy
+
+    @staticmethod
+    def backward(ctx, grad_picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets, normalizers = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        parts = (t.split(CHUNK) for t in (logits, targets, normalizers, grad_picked, grad))
+        for part, target, normalizer, scale, out in zip(*parts):
+            scale = scale[:, None] / ctx.temperature  # [m, 1]
+            softmax = (part.float() / ctx.temperature - normalizer[:, None]).exp_()
+            softmax.mul_(-scale).scatter_add_(1, target[:, None], scale)
+            out.copy_(softmax)
+        return grad, None, None
+
+
 def token_logprobs(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the sampled tokens, log_softmax(logits / temperature), and the entropy of that distribution.
 
@@ -240,13 +302,9 @@ def token_logprobs(model: torch.nn.Module, batch: Batch, temperature: float) -> 
         visible=batch.visible,
         unpack_index=batch.unpack_index,
     ).logits[0]  # [num_tokens, V]
-    logits = logits.float() / temperature
-    picked = -F.cross_entropy(logits, batch.targets[mask], reduction="none")
-    with torch.no_grad():
-        log_p = torch.log_softmax(logits, dim=-1)
-        flat_entropy = -(log_p.exp() * log_p).sum(-1)
+    picked, entropy = _TargetLogprobs.apply(logits, batch.targets[mask], temperature)
     zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return zeros.masked_scatter(mask, picked), zeros.masked_scatter(mask, flat_entropy)
+    return zeros.masked_scatter(mask, picked), zeros.masked_scatter(mask, entropy)
 
 
 # ---------------------------------------------------------------------------------------------- policy losses

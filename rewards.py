@@ -88,9 +88,7 @@ def _component(name: str, value: object) -> tuple[float, bool]:
     if value is None:
         return 0.0, False
     if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool_", "bool"):
-        raise ValueError(
-            f"reward {name!r} returned {value!r} of type {type(value).__name__}; expected a number or None"
-        )
+        raise ValueError(f"reward {name!r} returned {value!r} of type {type(value).__name__}; expected a number or None")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"reward {name!r} returned {number}, which is not finite")
@@ -137,9 +135,7 @@ def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
         if not abs(parsed[name]) <= FLOAT32_MAX:
             raise ValueError(f"--reward-weights {text}: the weight must be finite and fit float32")
     if not torch.tensor(list(parsed.values()), dtype=torch.float32).any():
-        raise ValueError(
-            f"--reward-weights {' '.join(weights)}: all weights are zero as float32, so nothing is rewarded"
-        )
+        raise ValueError(f"--reward-weights {' '.join(weights)}: all weights are zero as float32, so nothing is rewarded")
     return list(parsed.values())
 
 

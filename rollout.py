@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 # ---------------------------------------------------------------------------------------------- rows
 
@@ -76,9 +76,7 @@ def _load_table(source: Source, known: Mapping[str, str]):
     try:
         if path.is_file():
             if path.suffix not in FILE_FORMATS:
-                raise ValueError(
-                    f"cannot read {path.suffix or 'a file without an ending'}; use {', '.join(FILE_FORMATS)}"
-                )
+                raise ValueError(f"cannot read {path.suffix or 'a file without an ending'}; use {', '.join(FILE_FORMATS)}")
             if path.stat().st_size == 0:
                 raise ValueError("the file is empty")
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
@@ -89,9 +87,7 @@ def _load_table(source: Source, known: Mapping[str, str]):
                 raise ValueError(
                     f"the folder has no file {split}.* or {split}-*.* ending in {', '.join(FILE_FORMATS)}; it holds {found}"
                 )
-            return datasets.load_dataset(
-                FILE_FORMATS[files[0].suffix], data_files=[str(f) for f in files], split="train"
-            )
+            return datasets.load_dataset(FILE_FORMATS[files[0].suffix], data_files=[str(f) for f in files], split="train")
         return datasets.load_dataset(name, source.config or known.get("config"), split=split)
     except Exception as e:
         remedy = "" if path.exists() else ". Check the name, --dataset-config and --dataset-split, or name a local file"
@@ -219,9 +215,71 @@ def build_prompts(
             f"{flag}: no row is left of {len(rows)}: {num_null} without a prompt, {len(too_long)} longer than "
             f"--max-prompt-tokens {max_tokens}"
         )
-    return Prompts(
-        kept_rows, kept_ids, places, num_null, len(too_long), too_long[0] if too_long else None, num_held_out
+    return Prompts(kept_rows, kept_ids, places, num_null, len(too_long), too_long[0] if too_long else None, num_held_out)
+
+
+def load_data(cfg: Any, model_path: str) -> tuple:
+    """(tokenizer, EOS ids, training prompts, held-out prompts or None)."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    limit = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", None)
+    asked = cfg.max_prompt_tokens + cfg.max_response_tokens
+    if limit is not None and asked > limit:
+        raise ValueError(
+            f"--max-prompt-tokens {cfg.max_prompt_tokens} + --max-response-tokens {cfg.max_response_tokens} = {asked}: "
+            f"the model has {limit} positions; lower one of them"
+        )
+    few_shot = read_few_shot(cfg.few_shot) if cfg.few_shot else ()
+    fmt = PromptFormat(cfg.system_prompt, cfg.prompt_template, few_shot)
+    columns = {"prompt_column": cfg.prompt_column, "answer_column": cfg.answer_column}
+    name = cfg.eval_dataset or cfg.dataset
+    is_task, is_file = name.startswith("rg:"), Path(name).expanduser().is_file()
+    held_out = None
+    if cfg.eval_every or is_task:  # held-out rows of a task stay out of training also in a run without evaluation
+        if is_file and name == cfg.dataset:
+            raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {name} is one file; name --eval-dataset too")
+        split = cfg.eval_split or ("train" if is_file else "test")
+        source = Source(
+            name, cfg.dataset_config, split, eval_params(cfg) if is_task else None, **columns, flag="--eval-dataset"
+        )
+        rows = load_rows(source)
+        rows = rows[: cfg.eval_prompts] if cfg.eval_prompts else rows
+        held_out = build_prompts(rows, tokenizer, fmt, cfg.max_prompt_tokens, cfg.overlong_prompts, "--eval-dataset")
+    source = Source(cfg.dataset, cfg.dataset_config, cfg.dataset_split, cfg.dataset_params, **columns)
+    prompts = build_prompts(
+        load_rows(source),
+        tokenizer,
+        fmt,
+        cfg.max_prompt_tokens,
+        cfg.overlong_prompts,
+        "--dataset",
+        held_out if is_task else None,
     )
+    if len(prompts.rows) < cfg.prompts_per_step:
+        raise ValueError(
+            f"--dataset {cfg.dataset}: {len(prompts.rows)} prompts are left, fewer than --prompts-per-step "
+            f"{cfg.prompts_per_step}; take more data or smaller steps"
+        )
+    return tokenizer, eos_token_ids(model_path, tokenizer), prompts, held_out
+
+
+def eval_params(cfg: Any) -> str:
+    """Parameters of the held-out rows of rg:<task>: the training parameters with other seeds, as many as are used."""
+    params = yaml.safe_load(cfg.dataset_params or "{}")
+    params = params if isinstance(params, dict) else {}
+    size = {"size": cfg.eval_prompts} if cfg.eval_prompts else {}
+    return json.dumps({**params, **size, "seed": params.get("seed", 0) + 1_000_003})
+
+
+def describe_data(prompts: Prompts, held_out: Prompts | None) -> None:
+    """Say what was loaded and what was left out."""
+    for name, p in (("training", prompts), ("held-out", held_out)):
+        if p is None:
+            continue
+        longest = max(map(len, p.token_ids))
+        dropped = f", {p.num_overlong} over the limit dropped (first: row {p.first_overlong})" if p.num_overlong else ""
+        skipped = f", {p.num_null} without a prompt skipped" if p.num_null else ""
+        shared = f", {p.num_held_out} that are held out left aside" if p.num_held_out else ""
+        print(f"{name} prompts: {len(p.rows)}, longest {longest} tokens{dropped}{skipped}{shared}", flush=True)
 
 
 @dataclass
@@ -383,11 +441,7 @@ class VLLMEngine:
             enable_prefix_caching=True,
             skip_tokenizer_init=True,  # ids in, ids out
             disable_log_stats=True,
-            **(
-                {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
-                if self.on_gpu
-                else cpu_args
-            ),
+            **({"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_gpu else cpu_args),
         )
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Response]]:
@@ -507,9 +561,7 @@ class HFEngine:
             own[name].copy_(tensor)
             missing.discard(name)
         if missing:
-            raise RuntimeError(
-                f"weight push left {len(missing)} parameters of the engine as they were: {sorted(missing)[:5]}"
-            )
+            raise RuntimeError(f"weight push left {len(missing)} parameters of the engine as they were: {sorted(missing)[:5]}")
 
     def sleep(self) -> None:
         """Nothing to give back: the reference engine is for small models."""

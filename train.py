@@ -13,13 +13,11 @@ import dataclasses
 import difflib
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +27,7 @@ import torch
 import tyro
 import yaml
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.utils import logging as transformers_logging
 
 import advantages as adv
@@ -61,7 +59,7 @@ class Config:
     """Longest response; sampling is cut there."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory that vLLM may take while sampling."""
-    kv_cache_gib: int = 2
+    kv_cache_gib: int = 1
     """vLLM's cache on a CPU, GiB."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
@@ -131,7 +129,7 @@ class Config:
     """AdamW's second beta."""
     max_grad_norm: float = 1.0
     """Clip the gradient's global L2 norm to this."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     """Most prompt and response tokens of one forward pass; a prompt shared by its responses counts once."""
     max_logprob_diff: float = 0.2
     """Stop when trainer and engine differ by more than this in mean |log-prob| on the step's own samples."""
@@ -249,11 +247,7 @@ def read_config_file(path: str) -> list[str]:
         raise ValueError(f"--config {path}: {e}") from e
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
-    types = {
-        f.name: f.type
-        for f in dataclasses.fields(Config)
-        if f.name not in ("config", "list_algorithms", "list_metrics")
-    }
+    types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in ("config", "list_algorithms", "list_metrics")}
     arguments, problems = [], []
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -308,9 +302,7 @@ def find_problems(cfg: Config) -> list[str]:
     with contextlib.suppress(KeyError):
         try:
             if sum(map(abs, cfg.weights)) < 1e-2 and cfg.spec.advantage_normalization:
-                print(
-                    f"warning: reward weights {cfg.weights} are so small that the 1e-4 in the whitening shrinks advantages"
-                )
+                print(f"warning: reward weights {cfg.weights} are so small that the 1e-4 in the whitening shrinks advantages")
         except ValueError as e:
             problems.append(str(e))
     at_least = {
@@ -328,9 +320,7 @@ def find_problems(cfg: Config) -> list[str]:
     for name in ("temperature", "lr", "max_grad_norm", "max_logprob_diff", "clip_low", "clip_high"):
         value = getattr(cfg, name)
         if value is not None and not 0 < value < float("inf"):
-            why = (
-                "; greedy samples of a group are all alike, so nothing can be learned" if name == "temperature" else ""
-            )
+            why = "; greedy samples of a group are all alike, so nothing can be learned" if name == "temperature" else ""
             problems.append(f"{_flag(name)} {value}: must be a positive, finite number{why}")
     for name in ("adam_beta2", "gpu_memory_utilization"):
         if not 0 < getattr(cfg, name) < 1:
@@ -361,58 +351,6 @@ def embedded_model_path() -> Path:
 # ---------------------------------------------------------------------------------------------- set-up
 
 
-def load_data(cfg: Config, model_path: str) -> tuple:
-    """(tokenizer, EOS ids, training prompts, held-out prompts or None)."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    limit = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", None)
-    asked = cfg.max_prompt_tokens + cfg.max_response_tokens
-    if limit is not None and asked > limit:
-        raise ValueError(
-            f"--max-prompt-tokens {cfg.max_prompt_tokens} + --max-response-tokens {cfg.max_response_tokens} = {asked}: "
-            f"the model has {limit} positions; lower one of them"
-        )
-    few_shot = ro.read_few_shot(cfg.few_shot) if cfg.few_shot else ()
-    fmt = ro.PromptFormat(cfg.system_prompt, cfg.prompt_template, few_shot)
-    columns = {"prompt_column": cfg.prompt_column, "answer_column": cfg.answer_column}
-    held_out = None
-    if cfg.eval_every:
-        name = cfg.eval_dataset or cfg.dataset
-        is_task = name.startswith("rg:")
-        if name == cfg.dataset and Path(name).expanduser().is_file():
-            raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {name} is one file; name --eval-dataset too")
-        params = eval_params(cfg) if is_task else None
-        split = cfg.eval_split or ("train" if Path(name).expanduser().is_file() else "test")
-        source = ro.Source(name, cfg.dataset_config, split, params, **columns, flag="--eval-dataset")
-        rows = ro.load_rows(source)
-        rows = rows[: cfg.eval_prompts] if cfg.eval_prompts else rows
-        held_out = ro.build_prompts(rows, tokenizer, fmt, cfg.max_prompt_tokens, cfg.overlong_prompts, "--eval-dataset")
-    source = ro.Source(cfg.dataset, cfg.dataset_config, cfg.dataset_split, cfg.dataset_params, **columns)
-    prompts = ro.build_prompts(
-        ro.load_rows(source), tokenizer, fmt, cfg.max_prompt_tokens, cfg.overlong_prompts, "--dataset", held_out
-    )
-    if len(prompts.rows) < cfg.prompts_per_step:
-        raise ValueError(
-            f"--dataset {cfg.dataset}: {len(prompts.rows)} prompts are left, fewer than --prompts-per-step "
-            f"{cfg.prompts_per_step}; take more data or smaller steps"
-        )
-    return tokenizer, ro.eos_token_ids(model_path, tokenizer), prompts, held_out
-
-
-def eval_params(cfg: Config) -> str:
-    """Parameters of the held-out rows of rg:<task>: the training parameters with other seeds, as many as are used."""
-    params = yaml.safe_load(cfg.dataset_params or "{}")
-    params = params if isinstance(params, dict) else {}
-    size = {"size": cfg.eval_prompts} if cfg.eval_prompts else {}
-    return json.dumps({**params, **size, "seed": params.get("seed", 0) + 1_000_003})
-
-
-def compute_dtype(cfg: Config, device: torch.device) -> torch.dtype:
-    """bfloat16 on GPUs and on processors with bf16 instructions, unless --dtype says otherwise."""
-    fast = device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
-    auto = torch.bfloat16 if fast else torch.float32
-    return {"auto": auto, "bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.dtype]
-
-
 def load_model(cfg: Config, model_path: str, device: torch.device) -> torch.nn.Module:
     """The policy with fp32 weights and packed attention, not yet sharded."""
     attention = losses.register_attention(AutoConfig.from_pretrained(model_path))
@@ -424,9 +362,7 @@ def load_model(cfg: Config, model_path: str, device: torch.device) -> torch.nn.M
 
 def make_optimizer(cfg: Config, model: torch.nn.Module) -> tuple:
     """AdamW on the fp32 shards, and its schedule in optimizer steps."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     total = cfg.steps * cfg.updates_per_rollout
     return optimizer, get_scheduler(name, optimizer, num_warmup_steps=cfg.warmup_steps, num_training_steps=total)
@@ -452,72 +388,7 @@ def make_run_dir(cfg: Config, run_dir: Path) -> None:
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-class Meter:
-    """What is measured in a step: means as (sum, count), totals and maxima; reduced over ranks once."""
-
-    def __init__(self) -> None:
-        self.means: dict[str, tuple] = defaultdict(lambda: (0.0, 0.0))
-        self.totals: dict[str, float] = defaultdict(float)
-        self.peaks: dict[str, float] = defaultdict(lambda: float("-inf"))
-
-    def mean(self, name: str, total, count) -> None:
-        """Add to the sum and the count of a mean."""
-        self.means[name] = (self.means[name][0] + total, self.means[name][1] + count)
-
-    def total(self, name: str, value) -> None:
-        """Add to a sum."""
-        self.totals[name] += float(value)
-
-    def peak(self, name: str, value) -> None:
-        """Keep the largest value."""
-        self.peaks[name] = max(float(value), self.peaks[name])
-
-    def reduce(self) -> dict[str, float]:
-        """One number a name, the same on every rank; means over nothing are left out. A collective."""
-        means = {k: (float(s), float(c)) for k, (s, c) in self.means.items()}
-        merged = Meter()
-        for other_means, totals, peaks in du.gather_objects((means, dict(self.totals), dict(self.peaks))):
-            for name, (total, count) in other_means.items():
-                merged.mean(name, total, count)
-            for name, value in totals.items():
-                merged.total(name, value)
-            for name, value in peaks.items():
-                merged.peak(name, value)
-        return {k: s / c for k, (s, c) in merged.means.items() if c} | merged.totals | merged.peaks
-
-
-class Ledger:
-    """Seconds of each phase of a step; what no phase claims is `other`."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`."""
-        began = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - began
-
-    def close(self, meter: Meter, tokens_sampled: int, world_size: int) -> None:
-        """Write the step's seconds to the meter."""
-        step = time.perf_counter() - self.start
-        self.seconds["other"] = step - sum(self.seconds.values())
-        for name, seconds in self.seconds.items():
-            meter.mean(f"perf/seconds_{name}", seconds, 1)
-        meter.mean("perf/seconds_step", step, 1)
-        meter.mean("perf/tokens_per_second", tokens_sampled, step / world_size)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process ever held: the GPU allocator's, or the resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def measure_rollout(meter: Meter, cfg: Config, samples: list[ro.Sample], graded: tuple, scores: torch.Tensor) -> None:
+def measure_rollout(meter: du.Meter, cfg: Config, samples: list[ro.Sample], graded: tuple, scores: torch.Tensor) -> None:
     """Metrics of the samples and their rewards."""
     components, scored = graded  # [N, K]
     groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
@@ -542,26 +413,6 @@ def measure_rollout(meter: Meter, cfg: Config, samples: list[ro.Sample], graded:
 # ---------------------------------------------------------------------------------------------- phases of a step
 
 
-def form_batches(
-    cfg: Config, samples: list[ro.Sample], advantages: torch.Tensor, mask: torch.Tensor, sizes: list[int], device
-) -> list[list[losses.Batch]]:
-    """This rank's samples, in order, as optimizer batches of micro-batches."""
-    batches, start = [], 0
-    for size in sizes:
-        part = samples[start : start + size]
-        splits = losses.micro_batches(part, cfg.micro_batch_tokens)
-        rows = [[start + i for i in split] for split in splits]
-        batches.append([losses.collate([samples[i] for i in r], advantages[r], mask[r], device) for r in rows])
-        start += size
-    return batches
-
-
-def empty_batch(device: torch.device) -> losses.Batch:
-    """A micro-batch without a token to train on: what a rank computes while another one still has work."""
-    nothing = ro.Sample([0], [0], [0.0], "length", "", {}, 0)
-    return losses.collate([nothing], torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool), device)
-
-
 def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Config, device) -> list[tuple]:
     """Per optimizer batch: (micro-batches, as many on every rank; global denominators). Uses collectives."""
     agreed = []
@@ -569,7 +420,7 @@ def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Con
         num_micro = int(du.max_over_ranks(len(micro)))
         num_tokens = int(du.sum_over_ranks(sum(b.num_tokens for b in micro)))
         total = losses.Denominators(int(du.sum_over_ranks(size)), num_tokens, cfg.max_response_tokens)
-        agreed.append((micro + [empty_batch(device)] * (num_micro - len(micro)), total))
+        agreed.append((micro + [losses.empty_batch(device)] * (num_micro - len(micro)), total))
     return agreed
 
 
@@ -579,22 +430,18 @@ def add_old_logprobs(cfg: Config, model: torch.nn.Module, batches: list[tuple]) 
     filled = batches[:1]
     for micro, total in batches[1:]:
         with torch.no_grad():
-            known = [
-                dataclasses.replace(b, old_logprobs=losses.token_logprobs(model, b, cfg.temperature)[0]) for b in micro
-            ]
+            known = [dataclasses.replace(b, old_logprobs=losses.token_logprobs(model, b, cfg.temperature)[0]) for b in micro]
         filled.append((known, total))
     return filled
 
 
-def update(
-    cfg: Config, ranks: du.Ranks, model: torch.nn.Module, optimizer, scheduler, batches: list[tuple], meter
-) -> None:
+def update(cfg: Config, ranks: du.Ranks, model: torch.nn.Module, optimizer, scheduler, batches: list[tuple], meter) -> None:
     """Train on every optimizer batch, `epochs_per_rollout` times. Errors: RuntimeError where engine and trainer differ."""
     batches = add_old_logprobs(cfg, model, batches)
     for epoch in range(cfg.epochs_per_rollout):
         for number, (micro, total) in enumerate(batches):
             first = epoch == number == 0  # the weights are still those that sampled
-            seen = Meter()
+            seen = du.Meter()
             for i, batch in enumerate(micro):
                 logprobs, entropy = losses.token_logprobs(model, batch, cfg.temperature)
                 if batch.old_logprobs is None:
@@ -616,7 +463,7 @@ def update(
             meter.mean("optim/grad_norm", norm, 1)
 
 
-def policy_loss(cfg: Config, batch: losses.Batch, logprobs: torch.Tensor, total: losses.Denominators, meter: Meter):
+def policy_loss(cfg: Config, batch: losses.Batch, logprobs: torch.Tensor, total: losses.Denominators, meter: du.Meter):
     """This micro-batch's share of the optimizer batch's loss: a scalar; shares add up over micro-batches and ranks."""
     loss = losses.POLICY_LOSSES[cfg.spec.policy_loss]
     token_loss, metrics = loss(logprobs, batch.old_logprobs, batch.advantages, batch.response_mask, *cfg.clip)
@@ -627,7 +474,7 @@ def policy_loss(cfg: Config, batch: losses.Batch, logprobs: torch.Tensor, total:
     return share
 
 
-def measure_mismatch(batch: losses.Batch, logprobs: torch.Tensor, seen: Meter) -> None:
+def measure_mismatch(batch: losses.Batch, logprobs: torch.Tensor, seen: du.Meter) -> None:
     """How far the trainer's log-probs are from the engine's, on the samples that the same weights gave."""
     trainer, engine = logprobs[batch.response_mask], batch.rollout_logprobs[batch.response_mask]
     gap = (trainer - engine).abs()
@@ -636,7 +483,7 @@ def measure_mismatch(batch: losses.Batch, logprobs: torch.Tensor, seen: Meter) -
     seen.peak("rollout/logprob_diff_max", gap.max() if gap.numel() else 0.0)
 
 
-def check_mismatch(cfg: Config, seen: Meter, meter: Meter) -> None:
+def check_mismatch(cfg: Config, seen: du.Meter, meter: du.Meter) -> None:
     """Stop on every rank, before the weights change, when trainer and engine are not the same policy. A collective."""
     reduced = seen.reduce()
     gap = reduced.get("rollout/logprob_diff", 0.0)
@@ -685,7 +532,7 @@ def evaluate(
         )
         texts, rows = [s.text for s in samples], [s.row for s in samples]
         components, scored = du.run_together("grading held-out prompts", rw.score, cfg.rewards, texts, rows)
-        meter = Meter()
+        meter = du.Meter()
         for k, name in enumerate(cfg.rewards):
             meter.mean(f"eval/{mode}/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
         meter.mean(f"eval/{mode}/response_tokens", sum(len(s.response_ids) for s in samples), len(samples))
@@ -787,26 +634,6 @@ def known_metric(name: str) -> bool:
     return False
 
 
-def export(model: torch.nn.Module, model_path: str, tokenizer, dtype: torch.dtype, folder: Path, writes: bool) -> None:
-    """The trained model as an ordinary Hugging Face folder in the compute dtype: it has the trainer's log-probs."""
-    state = du.full_state_dict(model)
-
-    def save() -> None:
-        if not writes:
-            return
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
-        shell.load_state_dict({k: v.to(dtype) for k, v in state.items()}, assign=True)
-        shell.tie_weights()
-        shell.generation_config = model.generation_config
-        beside = folder.with_name(folder.name + ".tmp")
-        shell.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        beside.rename(folder)
-
-    du.run_together("exporting the model", save)
-
-
 # ---------------------------------------------------------------------------------------------- the algorithm
 
 
@@ -819,12 +646,12 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
     model_path = str(embedded_model_path()) if cfg.model == "embedded" else cfg.model
     default_dir = ROOT / "runs" / f"{cfg.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = du.gather_objects(Path(cfg.run_dir or default_dir))[0]
-    tokenizer, eos, prompts, held_out = du.run_together("loading the data", load_data, cfg, model_path)
+    tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
     du.agree("the training prompts", (len(prompts.rows), ro.seed_for(*(i for ids in prompts.token_ids for i in ids))))
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
     if ranks.rank == 0:
-        describe_data(prompts, held_out)
-    dtype = compute_dtype(cfg, ranks.device)
+        ro.describe_data(prompts, held_out)
+    dtype = du.compute_dtype(cfg.dtype, ranks.device)
     max_model_len = cfg.max_prompt_tokens + cfg.max_response_tokens
     engine = ro.ENGINES[cfg.engine](
         model_path,
@@ -847,7 +674,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         du.run_together("logging", log.step, 0, metrics)
 
     for step in range(1, cfg.steps + 1):
-        meter, ledger = Meter(), Ledger()
+        meter, ledger = du.Meter(), du.Ledger(PHASES)
 
         # ---- rollout: prompt g of the step belongs to rank g % world_size
         with ledger.phase("sample"):
@@ -875,9 +702,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
             per_batch = cfg.prompts_per_step // cfg.optimizer_steps_per_rollout
             batch_of = sample_groups // per_batch
             sizes = [int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)]
-            advantages = adv.token_advantages(
-                cfg.algorithm, scores, mask, sizes, cfg.normalize_advantages
-            )  # [N, T] fp32
+            advantages = adv.token_advantages(cfg.algorithm, scores, mask, sizes, cfg.normalize_advantages)  # [N, T] fp32
             measure_rollout(meter, cfg, samples, (components, scored), scores)
             meter.mean("advantage/abs", advantages[mask].abs().sum(), mask.sum())
             meter.peak("advantage/max", advantages.abs().max() if len(samples) else 0.0)
@@ -886,7 +711,14 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         with ledger.phase("update"):
             engine.sleep()
             local = du.run_together(
-                "forming batches", form_batches, cfg, samples, advantages, mask, sizes, ranks.device
+                "forming batches",
+                losses.form_batches,
+                samples,
+                advantages,
+                mask,
+                sizes,
+                cfg.micro_batch_tokens,
+                ranks.device,
             )
             batches = agreed_batches(local, sizes, cfg, ranks.device)
             meter.total("perf/tokens_computed", sum(b.input_ids.numel() for micro, _ in batches for b in micro))
@@ -905,13 +737,13 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         # ---- log
         write_samples(cfg, ranks, run_dir / "samples" / f"step_{step:06d}.jsonl", samples, components, scores)
         meter.peak("rollout/epoch", order.position / order.num_prompts)
-        meter.peak("perf/peak_memory_gib", peak_memory_gib(ranks.device))
+        meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
         ledger.close(meter, sum(lengths.tolist()), ranks.world_size)
         du.run_together("logging", log.step, step, meter.reduce() | metrics)
 
     # ---- export
     if cfg.export:
-        export(model, model_path, tokenizer, dtype, run_dir / "model", ranks.rank == 0)
+        du.export_model(model, model_path, tokenizer, dtype, run_dir / "model")
     du.run_together("closing the log", log.close, 0)
     du.run_together("plotting", plot if ranks.rank == 0 else no_work, cfg, run_dir)
     engine.close()
@@ -919,18 +751,6 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
 
 def no_work(*_: object) -> None:
     """What the other ranks do while rank 0 writes."""
-
-
-def describe_data(prompts: ro.Prompts, held_out: ro.Prompts | None) -> None:
-    """Say what was loaded and what was left out."""
-    for name, p in (("training", prompts), ("held-out", held_out)):
-        if p is None:
-            continue
-        longest = max(map(len, p.token_ids))
-        dropped = f", {p.num_overlong} over the limit dropped (first: row {p.first_overlong})" if p.num_overlong else ""
-        skipped = f", {p.num_null} without a prompt skipped" if p.num_null else ""
-        shared = f", {p.num_held_out} that are held out left aside" if p.num_held_out else ""
-        print(f"{name} prompts: {len(p.rows)}, longest {longest} tokens{dropped}{skipped}{shared}", flush=True)
 
 
 def plot(cfg: Config, run_dir: Path) -> None:

@@ -70,9 +70,7 @@ def panel(ax, runs: list[tuple[str, list[dict]]], name: str, title: str, unit: b
         ys = np.stack([smooth(y, window) for y in ys])
         if len(ys) > 1:
             ax.fill_between(x, ys.min(0), ys.max(0), color=colour, alpha=0.18, lw=0)
-        ax.plot(
-            x, ys.mean(0), color=colour, lw=2, marker=marker, label=f"{label} ({len(ys)})" if len(runs) > 1 else label
-        )
+        ax.plot(x, ys.mean(0), color=colour, lw=2, marker=marker, label=f"{label} ({len(ys)})" if len(runs) > 1 else label)
     ax.set_title(title, fontsize=10)
     ax.set_xlabel("step")
     if unit:
