@@ -81,6 +81,13 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
+def trim_memory() -> None:
+    """Give memory that glibc holds in pieces back to the kernel: now and then, so that `keep_freed_memory` stays bounded."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def leave(exit_code: int) -> None:
     """End this process at once, without a collective: a rank that fails must not wait for one that hangs."""
     sys.stdout.flush()

@@ -1,0 +1,271 @@
+"""rollout.py: data sets, prompts, order, seeds, and both engines against the trainer."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoTokenizer
+
+import losses
+import rollout as ro
+import train
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(path)
+
+
+ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(12)]
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def test_files_of_every_kind_give_the_same_rows(tmp_path):
+    import datasets
+
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_csv(tmp_path / "a.csv")
+    table.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    write(tmp_path / "a.jsonl", ROWS)
+    want = [(r["question"], r["answer"]) for r in ROWS]
+    for kind in ("csv", "parquet", "json", "jsonl"):
+        rows = ro.load_rows(ro.Source(str(tmp_path / f"a.{kind}")))
+        assert [(r["question"], str(r["answer"])) for r in rows] == want, kind
+        assert {r["scorer"] for r in rows} == {"number"}
+
+
+def test_a_folder_has_splits(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS[:8])
+    write(tmp_path / "test-00000-of-00001.jsonl", ROWS[8:])
+    (tmp_path / "README.md").write_text("not data")
+    assert len(ro.load_rows(ro.Source(str(tmp_path)))) == 8
+    assert len(ro.load_rows(ro.Source(str(tmp_path), split="test"))) == 4
+    with pytest.raises(ValueError, match=r"no file dev\.\*.*README.md"):
+        ro.load_rows(ro.Source(str(tmp_path), split="dev"))
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the shared GSM8K files are not here")
+def test_gsm8k_files():
+    rows = ro.load_rows(ro.Source(str(GSM8K)))
+    assert len(rows) == 7473 and rows[0]["question"].startswith("Natalia") and "#### 72" in rows[0]["answer"]
+    assert len(ro.load_rows(ro.Source(str(GSM8K), split="test"))) == 1319
+
+
+def test_gsm8k_by_name_knows_its_columns(monkeypatch):
+    import datasets
+
+    seen = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: seen.append((a, k)) or datasets.Dataset.from_list(ROWS))
+    assert len(ro.load_rows(ro.Source("gsm8k"))) == 12
+    assert seen == [(("openai/gsm8k", "main"), {"split": "train"})]
+
+
+def test_errors_name_flag_value_and_remedy(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": "a", "answer"\n')
+    other = write(tmp_path / "other.jsonl", [{"q": "a", "a": "b"}])
+    for source, says in [
+        (ro.Source(str(tmp_path / "none.jsonl")), "no such file"),
+        (ro.Source(str(empty)), "empty"),
+        (ro.Source(str(broken)), "broken.jsonl"),
+        (ro.Source(other), r"none of the usual prompt columns.*it has q, a.*--prompt-column"),
+        (ro.Source(other, prompt_column="qq"), "no column 'qq'"),
+        (ro.Source(other, prompt_column="q"), "--answer-column"),
+        (ro.Source("no-such-name-on-any-hub"), "--dataset no-such-name-on-any-hub.*Check the name"),
+        (ro.Source("rg:chain_sums"), "unknown task; there are.*chain_sum"),
+        (ro.Source("rg:chain_sum", params="[1]"), "--dataset-params.*mapping"),
+        (ro.Source("rg:chain_sum", params="{min_term: 2}"), "--dataset-params.*min_term"),
+        (ro.Source(other, params="{a: 1}"), "only rg:<task> takes parameters"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            ro.load_rows(source)
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded):
+    return AutoTokenizer.from_pretrained(embedded)
+
+
+def rows_of(*questions):
+    return [{"question": q, "answer": "1", "scorer": "number"} for q in questions]
+
+
+def test_chat_prompt_has_every_turn_once(tokenizer):
+    fmt = ro.PromptFormat(
+        "Be brief.", "Compute {question}!", ({"role": "user", "content": "U"}, {"role": "assistant", "content": "A"})
+    )
+    text = tokenizer.decode(ro.prompt_ids(tokenizer, rows_of("1 + 1")[0], fmt))
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+        "<|im_start|>user\nCompute 1 + 1!<|im_end|>\n<|im_start|>assistant\n"
+    )
+    chat = [{"role": "user", "content": "hello"}]
+    assert ro.prompt_ids(tokenizer, {"question": chat}, ro.PromptFormat()) == ro.prompt_ids(
+        tokenizer, {"question": "hello"}, ro.PromptFormat()
+    )
+    with pytest.raises(ValueError, match=r"--prompt-template.*expression.*a row has question"):
+        ro.prompt_ids(tokenizer, rows_of("1")[0], ro.PromptFormat(template="{expression}"))
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}", None])
+def test_exactly_one_bos(embedded, template):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded)
+    bos = tokenizer.bos_token_id
+    single = f"{tokenizer.bos_token} $A"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[(tokenizer.bos_token, bos)])
+    assert tokenizer("hi")["input_ids"][0] == bos
+    tokenizer.chat_template = template
+    assert ro.prompt_ids(tokenizer, rows_of("hello there")[0], ro.PromptFormat()).count(bos) == 1
+
+
+def test_overlong_null_and_held_out_rows_are_counted(tokenizer):
+    rows = rows_of("a", None, "word " * 200, "  ", "b", "word " * 300)
+    prompts = ro.build_prompts(rows, tokenizer, ro.PromptFormat(), 100, "drop", "--dataset")
+    assert prompts.row_ids == [0, 4] and (prompts.num_null, prompts.num_overlong, prompts.first_overlong) == (2, 2, 2)
+    with pytest.raises(ValueError, match=r"2 prompts are longer than --max-prompt-tokens 100, the first is row 2.*drop"):
+        ro.build_prompts(rows, tokenizer, ro.PromptFormat(), 100, "error", "--dataset")
+    with pytest.raises(ValueError, match="no row is left of 6"):
+        ro.build_prompts(rows, tokenizer, ro.PromptFormat(), 3, "drop", "--dataset")
+    more = ro.build_prompts(rows_of("a", "c"), tokenizer, ro.PromptFormat(), 100, "drop", "--dataset", prompts)
+    assert more.row_ids == [1] and more.num_held_out == 1
+
+
+def test_few_shot_file(tmp_path):
+    good = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
+    (tmp_path / "a.json").write_text(json.dumps(good))
+    write(tmp_path / "a.jsonl", good)
+    assert ro.read_few_shot(str(tmp_path / "a.json")) == ro.read_few_shot(str(tmp_path / "a.jsonl")) == tuple(good)
+    (tmp_path / "b.json").write_text('{"role": "user"}')
+    for name, says in {"b.json": "expected a list", "none.json": "No such file"}.items():
+        with pytest.raises(ValueError, match=f"--few-shot.*{says}"):
+            ro.read_few_shot(str(tmp_path / name))
+
+
+def test_every_row_once_an_epoch_whatever_the_step(tokenizer):
+    seen = []
+    order = ro.PromptOrder(10, seed=3)
+    for _ in range(10):
+        seen += order.take(4)  # steps cross the epochs' ends
+    epochs = [seen[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(e) == list(range(10)) for e in epochs) and epochs[0] != epochs[1]
+    later = ro.PromptOrder(10, seed=3, position=12)
+    assert later.take(9) == seen[12:21]
+    assert ro.PromptOrder(10, seed=4).take(10) != epochs[0]
+
+
+def test_held_out_rows_never_train(tmp_path, embedded):
+    cfg = train.Config(dataset="rg:chain_sum", dataset_params="{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}")
+    _, _, prompts, held_out = ro.load_data(cfg, str(embedded))
+    assert prompts.num_held_out > 0 and not {tuple(i) for i in prompts.token_ids} & {tuple(i) for i in held_out.token_ids}
+    with_eval = ro.load_data(train.Config(**{**vars(cfg), "eval_every": 5}), str(embedded))[2]
+    assert with_eval.token_ids == prompts.token_ids  # evaluation does not change what is trained on
+    few = write(tmp_path / "few.jsonl", ROWS[:3])
+    with pytest.raises(ValueError, match="3 prompts are left, fewer than --prompts-per-step 8"):
+        ro.load_data(train.Config(dataset=few), str(embedded))
+    with pytest.raises(ValueError, match="name --eval-dataset"):
+        ro.load_data(train.Config(dataset=few, eval_every=1), str(embedded))
+    with pytest.raises(ValueError, match="has 8192 positions"):
+        ro.load_data(train.Config(dataset=few, max_prompt_tokens=8192), str(embedded))
+
+
+# ---------------------------------------------------------------------------------------------- engines
+
+PROMPTS = [[1, 9690, 198, 28120], [1, 4093, 198], [1, 520, 9531, 198, 905, 77]]
+
+
+def test_seeds_differ_in_every_part():
+    parts = [(0, 1, 5), (1, 1, 5), (0, 2, 5), (0, 1, 6), (0, "greedy", 5)]
+    assert len({ro.seed_for(*p) for p in parts}) == 5 and ro.seed_for(0, 1, 5) == ro.seed_for(0, 1, 5) < 2**62
+
+
+def test_all_eos_ids_count(tiny, tokenizer):
+    assert ro.eos_token_ids(str(tiny), tokenizer) == (2, 7)
+
+
+def as_samples(prompts, responses):
+    return [
+        ro.Sample(p, r.token_ids, r.logprobs, r.finish_reason, "", {}, g)
+        for g, (p, group) in enumerate(zip(prompts, responses))
+        for r in group
+    ]
+
+
+def trainer_logprobs(model, samples, temperature):
+    width = max(len(s.response_ids) for s in samples)
+    mask = torch.ones(len(samples), width, dtype=torch.bool)
+    batch = losses.collate(samples, torch.zeros(len(samples), width), mask, torch.device("cpu"))
+    with torch.no_grad():
+        return losses.token_logprobs(model, batch, temperature)[0], batch
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_hf_engine_logprobs_are_the_trainers(tiny, temperature):
+    engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
+    sampling = ro.Sampling(3, temperature, 12, (2, 7))
+    responses = engine.generate(PROMPTS, sampling, [1, 2, 3])
+    samples = as_samples(PROMPTS, responses)
+    model = train.load_model(train.Config(), str(tiny), torch.device("cpu"))
+    got, batch = trainer_logprobs(model, samples, temperature)
+    assert (got - batch.rollout_logprobs)[batch.response_mask].abs().max() < 1e-4
+
+
+def test_hf_engine_seeds_belong_to_samples_not_to_the_batch(tiny):
+    engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
+    sampling = ro.Sampling(2, 1.0, 8, (2, 7))
+    whole = engine.generate(PROMPTS, sampling, [1, 2, 3])
+    alone = [engine.generate([p], sampling, [s])[0] for p, s in zip(PROMPTS, [1, 2, 3])]
+    ids = [[r.token_ids for r in group] for group in whole]
+    assert ids == [[r.token_ids for r in group] for group in alone]
+    assert ids[0][0] != ids[0][1] and ids == [[r.token_ids for r in g] for g in engine.generate(PROMPTS, sampling, [1, 2, 3])]
+    other = engine.generate(PROMPTS, sampling, [11, 12, 13])
+    assert ids != [[r.token_ids for r in g] for g in other]
+
+
+def test_hf_engine_samples_the_softmax(tiny):
+    """Frequencies of the first token over 4,000 seeds against its probabilities."""
+    engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
+    draws = engine.generate([PROMPTS[0]], ro.Sampling(4000, 0.5, 1, (2,)), [0])[0]
+    counts = torch.bincount(torch.tensor([r.token_ids[0] for r in draws]), minlength=49152) / 4000
+    logits = engine.model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.5
+    top = torch.softmax(logits, -1).topk(5)
+    assert (counts[top.indices] - top.values).abs().max() < 0.035
+
+
+def test_hf_engine_stops_at_any_eos(tiny):
+    engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
+    first = engine.generate([PROMPTS[0]], ro.Sampling(1, 0.0, 4, (2,)), [0])[0][0].token_ids
+    stopped = engine.generate([PROMPTS[0]], ro.Sampling(1, 0.0, 4, (2, first[1])), [0])[0][0]
+    assert stopped.token_ids == first[:2] and stopped.finish_reason == "stop"
+    assert len(stopped.logprobs) == 2
+
+
+def test_hf_engine_refuses_a_partial_push(tiny):
+    engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="left 1 parameters"):
+        engine.load_weights(iter([(n, p) for n, p in engine.model.named_parameters()][1:]))
+
+
+def test_text_is_cut_at_eos_and_ids_are_the_engines(tokenizer):
+    class Fixed:
+        def generate(self, prompts, sampling, seeds):
+            return [
+                [ro.Response([520, 9531, 2], [-1.0] * 3, "stop"), ro.Response([9531, 1], [-1.0] * 2, "length")] for _ in prompts
+            ]
+
+    prompts = ro.build_prompts(rows_of("a", "b"), tokenizer, ro.PromptFormat(), 100, "drop", "--dataset")
+    samples = ro.sample_groups(Fixed(), tokenizer, prompts, [1], [5], ro.Sampling(2, 1.0, 9, (2,)), (0, 1))
+    assert [s.response_ids for s in samples] == [[520, 9531, 2], [9531, 1]] and {s.group for s in samples} == {5}
+    assert samples[0].text == tokenizer.decode([520, 9531]) and samples[0].row["question"] == "b"

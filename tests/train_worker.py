@@ -1,0 +1,63 @@
+"""Started by torchrun: train.main with rewards for untrained models, and with one thing broken on one rank.
+
+    train_worker.py OPTIONS ARGUMENTS OF train.py...
+OPTIONS is JSON: {"fail": [module, function, rank], "skip_push": true, "probe": FILE}. `probe` writes the trainer's
+log-probs of a fixed response (PROBE) before the export.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+
+import dist_utils as du
+import losses
+import rewards as rw
+import rollout as ro
+import train
+
+PROBE = SimpleNamespace(prompt_ids=[1, 9690, 198, 28120], response_ids=[520, 9531, 198, 905, 2], logprobs=[0.0] * 5, group=0)
+rw.REWARDS["length"] = lambda response, row: len(response) / 100
+rw.REWARDS["vowels"] = lambda response, row: None if not response else sum(response.count(v) for v in "aeiou") / len(response)
+
+
+def probe_logprobs(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
+    batch = losses.collate([PROBE], torch.zeros(1, 5), torch.ones(1, 5, dtype=torch.bool), device)
+    with torch.no_grad():
+        return losses.token_logprobs(model, batch, 1.0)[0][0]
+
+
+def break_on(module: str, name: str, rank: int) -> None:
+    """Make `module.name` raise on one rank, at its second call where the first one is part of the set-up."""
+    owner = {"ro": ro, "rw": rw, "losses": losses, "train": train, "log": train.Log, "engine": ro.HFEngine}[module]
+    original = getattr(owner, name)
+
+    def broken(*args, **kwargs):
+        if torch.distributed.get_rank() == rank:
+            raise ValueError(f"injected into {name}")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, broken)
+
+
+def main(options: dict, argv: list[str]) -> None:
+    if "fail" in options:
+        break_on(*options["fail"])
+    if options.get("skip_push"):
+        ro.HFEngine.load_weights = lambda self, weights: [None for _ in weights] and None
+    if "probe" in options:
+        export = du.export_model
+
+        def export_and_probe(model, *args):
+            logprobs = probe_logprobs(model, torch.device("cpu"))
+            if torch.distributed.get_rank() == 0:
+                torch.save(logprobs, options["probe"])
+            export(model, *args)
+
+        du.export_model = export_and_probe
+    train.main(argv)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,72 @@
+"""Started by torchrun: the real vLLM engine beside the trainer, in one process a rank.
+
+vllm_worker.py MODEL DTYPE OUT     rank 0 writes {what: [of each rank]}
+"""
+
+import json
+import sys
+
+import torch
+from test_rollout import PROMPTS, as_samples, trainer_logprobs
+
+import dist_utils as du
+import rollout as ro
+import train
+
+
+def gap(model, responses, temperature) -> list[float]:
+    """(mean, max) of |trainer - engine| log-prob on the engine's own responses."""
+    got, batch = trainer_logprobs(model, as_samples(PROMPTS, responses), temperature)
+    difference = (got - batch.rollout_logprobs)[batch.response_mask].abs()
+    return [difference.mean().item(), difference.max().item()]
+
+
+def ids(responses) -> list:
+    return [[r.token_ids for r in group] for group in responses]
+
+
+def main(model_path: str, dtype_name: str, out: str) -> None:
+    ranks = du.start()
+    dtype = getattr(torch, dtype_name)
+    engine = ro.VLLMEngine(model_path, dtype, ranks.device, 64, ranks.rank, 0.5, 1)
+    model = train.load_model(train.Config(), model_path, ranks.device)
+    model = du.shard_model(model, list(model.get_decoder().layers), dtype)
+    seen: dict = {}
+    for temperature in (0.5, 1.0, 1.5):
+        sampling = ro.Sampling(4, temperature, 24, (2, 7))
+        seen[f"gap at {temperature}"] = gap(model, engine.generate(PROMPTS, sampling, [1, 2, 3]), temperature)
+
+    sampling = ro.Sampling(4, 1.0, 24, (2, 7))
+    seeds = [100 * ranks.rank + i for i in range(3)]
+    first = engine.generate(PROMPTS, sampling, seeds)
+    seen["ids"] = ids(first)
+    seen["ids again"] = ids(engine.generate(PROMPTS, sampling, seeds))
+    seen["ids of other seeds"] = ids(engine.generate(PROMPTS, sampling, [s + 1000 for s in seeds]))
+    greedy = engine.generate(PROMPTS, ro.Sampling(1, 0.0, 4, (2,)), seeds)[0][0].token_ids
+    stopped = engine.generate(PROMPTS, ro.Sampling(1, 0.0, 4, (2, greedy[1])), seeds)[0][0]
+    seen["stops at any eos"] = [stopped.token_ids == greedy[:2], stopped.finish_reason]
+
+    # the weights change, embeddings (and so the tied head) most of all
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            full = parameter.full_tensor()
+            noise = torch.randn(full.shape, generator=torch.Generator().manual_seed(len(name))) * full.std()
+            moved = torch.distributed.tensor.distribute_tensor(
+                noise * (0.3 if "embed" in name else 0.05), parameter.device_mesh, parameter.placements
+            )
+            parameter.add_(moved)
+    seen["gap before the push"] = gap(model, engine.generate(PROMPTS, sampling, seeds), 1.0)
+    train.push_weights(engine, model, dtype)
+    seen["gap after the push"] = gap(model, engine.generate(PROMPTS, sampling, seeds), 1.0)
+    gathered = du.gather_objects(seen)
+    if ranks.rank == 0:
+        with open(out, "w") as f:
+            json.dump({k: [g[k] for g in gathered] for k in seen}, f)
+    du.run_together("the end", train.no_work)
+    engine.close()
+    du.leave(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
