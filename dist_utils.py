@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -227,6 +227,9 @@ def full_parameters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tupl
 
     Tied parameters come once, under the name that the model registers first. All ranks must use the iterator to its end.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass alone, the root still shows its gathered bf16 copy
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(dtype)

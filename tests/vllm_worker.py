@@ -8,6 +8,7 @@ import sys
 
 import torch
 from test_rollout import PROMPTS, as_samples, trainer_logprobs
+from torch.distributed.tensor import distribute_tensor
 
 import dist_utils as du
 import rollout as ro
@@ -44,18 +45,16 @@ def main(model_path: str, dtype_name: str, out: str) -> None:
     seen["ids of other seeds"] = ids(engine.generate(PROMPTS, sampling, [s + 1000 for s in seeds]))
     greedy = engine.generate(PROMPTS, ro.Sampling(1, 0.0, 4, (2,)), seeds)[0][0].token_ids
     stopped = engine.generate(PROMPTS, ro.Sampling(1, 0.0, 4, (2, greedy[1])), seeds)[0][0]
-    seen["stops at any eos"] = [stopped.token_ids == greedy[:2], stopped.finish_reason]
+    seen["stops at any eos"] = [stopped.token_ids == greedy[: greedy.index(greedy[1]) + 1], stopped.finish_reason]
 
     # the weights change, embeddings (and so the tied head) most of all
-    torch.manual_seed(0)
+    list(du.full_parameters(model, dtype))  # shards again after the forward passes above
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = parameter.full_tensor()
             noise = torch.randn(full.shape, generator=torch.Generator().manual_seed(len(name))) * full.std()
-            moved = torch.distributed.tensor.distribute_tensor(
-                noise * (0.3 if "embed" in name else 0.05), parameter.device_mesh, parameter.placements
-            )
-            parameter.add_(moved)
+            size = 0.3 if "embed" in name else 0.05
+            parameter.add_(distribute_tensor(noise * size, parameter.device_mesh, parameter.placements))
     seen["gap before the push"] = gap(model, engine.generate(PROMPTS, sampling, seeds), 1.0)
     train.push_weights(engine, model, dtype)
     seen["gap after the push"] = gap(model, engine.generate(PROMPTS, sampling, seeds), 1.0)
