@@ -118,7 +118,7 @@ def test_metric_names_are_a_closed_list():
 
 # ---------------------------------------------------------------------------------------------- runs
 
-BASE = ["--engine", "hf", "--dtype", "float32", "--rewards", "length", "vowels", "--max-prompt-tokens", "64"]
+BASE = ["--engine", "hf", "--dtype", "float32", "--rewards", "length", "vowels", "--max-prompt-tokens", "128"]
 BASE += ["--max-response-tokens", "10", "--prompts-per-step", "6", "--samples-per-prompt", "3", "--lr", "1e-3"]
 BASE += ["--dataset-params", "{size: 40}"]
 
