@@ -6,11 +6,16 @@ import pytest
 from conftest import launch
 
 
-@pytest.fixture(scope="module", params=[("tiny", "float32", 1e-3, 2), ("embedded", "bfloat16", 0.12, 1)], ids=lambda p: p[0])
+@pytest.fixture(scope="module", params=["random model, float32, two ranks", "export of a run, bfloat16"])
 def seen(request, tmp_path_factory):
-    model, dtype, limit, world = request.param
     out = tmp_path_factory.mktemp("vllm") / "out.json"
-    result = launch(world, "vllm_worker.py", request.getfixturevalue(model), dtype, out, timeout=180)
+    if "export" in request.param:
+        process, run_dir = request.getfixturevalue("quickstart")
+        assert process.returncode == 0, process.stderr[-4000:]
+        model, dtype, limit, world = run_dir / "model", "bfloat16", 0.12, 1
+    else:
+        model, dtype, limit, world = request.getfixturevalue("tiny"), "float32", 1e-3, 2
+    result = launch(world, "vllm_worker.py", model, dtype, out, timeout=180)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(out.read_text()), limit
 

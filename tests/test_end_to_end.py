@@ -1,0 +1,77 @@
+"""The README's commands, with the real engine and the real model, cut to a few steps."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, launch
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def test_quickstart_shows_progress_learns_a_policy_and_says_where_everything_is(quickstart):
+    result, run_dir = quickstart
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = result.stdout.splitlines()
+    assert [line.split(" |")[0] for line in lines if line.startswith("step ")] == ["step 0/2", "step 1/2", "step 2/2"]
+    for mode in ("greedy", "sampled"):
+        for reward in ("correctness", "format"):
+            (line,) = [x for x in lines if x.startswith(f"eval/{mode}/{reward}: ")]
+            assert re.fullmatch(r".*: [\d.]+ before, [\d.]+ after 2 steps", line)
+    assert f"run folder: {run_dir}" in lines and f"curves: {run_dir / 'curves.png'}" in lines
+    assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG" and (run_dir / "model" / "config.json").exists()
+    assert "100%" in result.stderr  # the bar
+
+
+def test_quickstart_pushes_what_it_trains(quickstart):
+    """Trainer and engine agree at step 2, after a push, as closely as at step 1, before any."""
+    _, run_dir = quickstart
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    assert all(0 < s["rollout/logprob_diff"] < 0.06 and s["optim/grad_norm"] > 0 for s in steps)
+    assert all(s["perf/tokens_sampled"] > 64 for s in steps)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the shared GSM8K files are not here")
+def test_gsm8k_on_two_ranks(tmp_path):
+    argv = ["--config", "scripts/gsm8k.yaml", "--dataset", GSM8K, "--eval-every", "1", "--eval-prompts", "5", "--steps", "1"]
+    argv += [
+        "--prompts-per-step",
+        "3",
+        "--samples-per-prompt",
+        "4",
+        "--max-response-tokens",
+        "40",
+        "--run-dir",
+        tmp_path / "run",
+    ]
+    result = launch(2, "train.py", *argv, timeout=240)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "training prompts: 7473" in result.stdout or "over the limit dropped" in result.stdout
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["rollout/logprob_diff"] < 0.1 and "eval/greedy/correctness" in last
+    assert len((tmp_path / "run" / "eval" / "greedy_000001.jsonl").read_text().splitlines()) == 5
+
+
+def test_plot_of_several_runs(quickstart, tmp_path):
+    _, run_dir = quickstart
+    command = [sys.executable, "scripts/plot.py", run_dir, run_dir, "--by", "algorithm", "--out", tmp_path / "a.png"]
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    wrong = subprocess.run([sys.executable, "scripts/plot.py", tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert wrong.returncode != 0 and "is no run folder" in wrong.stderr
+
+
+def test_every_command_of_the_readme_is_run_here_or_by_the_checks():
+    text = (ROOT / "README.md").read_text()
+    commands = [
+        c.split(" #")[0].strip() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for c in block.splitlines()
+    ]
+    assert commands == [
+        "bash scripts/quickstart.sh",  # its set-up by test.sh, its run by the fixture `quickstart`
+        "bash scripts/test.sh",  # this
+        "python train.py --config scripts/quickstart.yaml",  # `quickstart`
+        "torchrun --nproc-per-node 2 train.py --config scripts/gsm8k.yaml --steps 10",  # test_gsm8k_on_two_ranks
+        "python scripts/plot.py runs/a runs/b runs/c --by algorithm --out compare.png",  # test_plot_of_several_runs
+    ]
