@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import socket
 import sys
 import time
@@ -29,7 +30,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 T = TypeVar("T")
 
@@ -77,8 +79,9 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none, and need none
         m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
-        for parameter, value in ((m_mmap_threshold, 2**31 - 1), (m_trim_threshold, 2**31 - 1), (m_top_pad, 2**28)):
-            mallopt(parameter, value)
+        if mallopt(m_mmap_threshold, 2**31 - 1):  # an old glibc refuses: then its defaults are better than half of this
+            mallopt(m_trim_threshold, 2**31 - 1)
+            mallopt(m_top_pad, 2**28)
 
 
 def trim_memory() -> None:
@@ -203,10 +206,13 @@ def mean_std(values: torch.Tensor, mask: torch.Tensor, ddof: int) -> Moments:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; for "auto" bfloat16 on GPUs and on processors with bf16 instructions, else float32."""
+    """The dtype called `name`; for "auto" bfloat16 on devices with bf16 instructions, else float32."""
     if name != "auto":
         return getattr(torch, name)
-    fast = device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -260,10 +266,14 @@ def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype:
             shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
         shell.load_state_dict({k: v.to(dtype) for k, v in state.items()}, assign=True)
         shell.tie_weights()
-        shell.generation_config = model.generation_config
+        ids = {k: getattr(model.generation_config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        shell.generation_config = GenerationConfig(**ids)  # transformers refuses to save some that hub models ship
         beside = folder.with_name(folder.name + ".tmp")
         shell.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
+        original = cached_file(model_path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+        if original is not None:
+            shutil.copyfile(original, beside / "generation_config.json")
         beside.rename(folder)
 
     run_together("exporting the model", save)

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 PACKED_ATTENTION = "flatrl_packed"
 CHUNK = 512  # rows of [M, V] logits that are held in float32 at a time
+MAX_PADDING = 8  # padded tokens in attention for each packed token; eight responses of a prompt reach about half of it
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside every clip range, far inside float32
 
 
@@ -142,15 +143,18 @@ def collate(
 def micro_batches(samples: Sequence[SampleLike], max_tokens: int) -> list[list[int]]:
     """Split samples (neighbours of a group share their prompt) into index lists of at most `max_tokens` packed tokens.
 
-    A single sample longer than `max_tokens` still gets a micro-batch of its own.
+    Attention pads to the longest prompt and response, so a micro-batch also holds at most MAX_PADDING x `max_tokens`
+    padded tokens: one long response among many short ones starts another. A single sample always has its place.
     """
     splits: list[list[int]] = []
-    used, group = 0, None
+    used, longest, group = 0, 0, None
     for i, sample in enumerate(samples):
-        cost = len(sample.response_ids) + (len(sample.prompt_ids) if sample.group != group else 0)
-        if not splits or used + cost > max_tokens:
+        length = len(sample.prompt_ids) + len(sample.response_ids)
+        cost = len(sample.response_ids) if sample.group == group else length
+        longest = max(longest, length)
+        if not splits or used + cost > max_tokens or (len(splits[-1]) + 1) * longest > MAX_PADDING * max_tokens:
             splits.append([])
-            used, cost = 0, len(sample.response_ids) + len(sample.prompt_ids)
+            used, cost, longest = 0, length, length
         splits[-1].append(i)
         used, group = used + cost, sample.group
     return splits

@@ -1,6 +1,6 @@
 """Reward functions and the matrix of reward components that they fill.
 
-Public: `REWARDS`, `score`, `parse_weights`, `final_answer`, `gold_number`.
+Public: `REWARDS`, `score`, `parse_weights`, `final_answer`, `numbers_in`, `gold_number`.
 
 A reward function takes `(response, row)`: the response's text, cut before the end-of-sequence token, and the data set's row
 with `question`, `answer` and `scorer` besides its own columns; it returns a number, or None to abstain. N samples, K rewards.
@@ -18,7 +18,8 @@ import torch
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# a minus sign counts unless something stands before it that it subtracts from; commas only between groups of three digits
+NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
 # ---------------------------------------------------------------------------------------------- reading an answer
@@ -36,15 +37,16 @@ def final_answer(response: str) -> str:
     return boxed[-1].strip() if boxed else response.strip()
 
 
-def last_number(text: str) -> float | None:
-    """The last number in the text, thousands separators allowed; None when there is none."""
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+def numbers_in(text: str) -> list[float]:
+    """Every number in the text, thousands separators allowed."""
+    return [float(found.replace(",", "")) for found in NUMBER.findall(text)]
 
 
-def gold_number(answer: str) -> float | None:
-    """The target of a GSM8K answer: the number after the last `####`, or the only number of a bare answer."""
-    return last_number(str(answer).rpartition("####")[2])
+def gold_number(answer: object) -> float | None:
+    """The target of a GSM8K answer: the last number after the last `####`; of a bare answer: its only number, else None."""
+    _, mark, said = str(answer).rpartition("####")
+    found = numbers_in(said)
+    return found[-1] if found and (mark or len(found) == 1) else None
 
 
 # ---------------------------------------------------------------------------------------------- reward functions
@@ -61,16 +63,17 @@ def correctness(response: str, row: Mapping) -> float | None:
     """The data set's own score of the final answer, named by the row's `scorer`.
 
     `rg:<task>`: reasoning-gym's scorer of that task, in [0, 1], on the answer tag's content (or the whole response without
-    one). `number`: 1 where the last number of the final answer equals the target, else 0; abstains without a target.
+    one). `number`: 1 where the last number of the final answer equals the target, else 0; abstains where
+    the data set's answer is no single number.
     """
     kind, _, task = row["scorer"].partition(":")
     answer = final_answer(response)
     if kind == "rg":
         return _reasoning_gym_scorer(task)(answer=answer, entry=row)
-    gold, said = gold_number(row["answer"]), last_number(answer)
+    gold, said = gold_number(row["answer"]), numbers_in(answer)
     if gold is None:
         return None
-    return float(said is not None and math.isclose(said, gold, rel_tol=0, abs_tol=1e-6))
+    return float(bool(said) and math.isclose(said[-1], gold, rel_tol=0, abs_tol=1e-6))
 
 
 def format_tag(response: str, row: Mapping) -> float:

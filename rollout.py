@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import yaml
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 # ---------------------------------------------------------------------------------------------- rows
 
 KNOWN_DATASETS = {  # hub name -> what its columns are called
-    "openai/gsm8k": {"config": "main", "prompt": "question", "answer": "answer", "eval_split": "test"},
+    "openai/gsm8k": {"config": "main", "prompt": "question", "answer": "answer"},
 }
 ALIASES = {"gsm8k": "openai/gsm8k"}
 PROMPT_COLUMNS = ("question", "prompt", "problem", "input")
@@ -146,6 +146,10 @@ class Prompts:
     first_overlong: int | None  # place in the data set of the first of them
     num_held_out: int  # rows left out because they are held out
 
+    def digest(self) -> str:
+        """Changes when any token of any prompt does."""
+        return hashlib.blake2b("".join(f"{ids};" for ids in self.token_ids).encode(), digest_size=8).hexdigest()
+
 
 def read_few_shot(path: str) -> tuple[dict, ...]:
     """Messages of a JSON, JSONL or YAML file: a list of {"role": ..., "content": ...}. Errors: ValueError."""
@@ -230,7 +234,7 @@ def load_data(cfg: Any, model_path: str) -> tuple:
         )
     few_shot = read_few_shot(cfg.few_shot) if cfg.few_shot else ()
     fmt = PromptFormat(cfg.system_prompt, cfg.prompt_template, few_shot)
-    columns = {"prompt_column": cfg.prompt_column, "answer_column": cfg.answer_column}
+    described = {"config": cfg.dataset_config, "prompt_column": cfg.prompt_column, "answer_column": cfg.answer_column}
     name = cfg.eval_dataset or cfg.dataset
     is_task, is_file = name.startswith("rg:"), Path(name).expanduser().is_file()
     held_out = None
@@ -238,13 +242,13 @@ def load_data(cfg: Any, model_path: str) -> tuple:
         if is_file and name == cfg.dataset:
             raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {name} is one file; name --eval-dataset too")
         split = cfg.eval_split or ("train" if is_file else "test")
-        source = Source(
-            name, cfg.dataset_config, split, eval_params(cfg) if is_task else None, **columns, flag="--eval-dataset"
-        )
+        # another hub name has columns of its own; another local file is taken to look like the first
+        apply = described if name == cfg.dataset or Path(name).expanduser().exists() else {}
+        source = Source(name, split=split, params=eval_params(cfg) if is_task else None, flag="--eval-dataset", **apply)
         rows = load_rows(source)
         rows = rows[: cfg.eval_prompts] if cfg.eval_prompts else rows
         held_out = build_prompts(rows, tokenizer, fmt, cfg.max_prompt_tokens, cfg.overlong_prompts, "--eval-dataset")
-    source = Source(cfg.dataset, cfg.dataset_config, cfg.dataset_split, cfg.dataset_params, **columns)
+    source = Source(cfg.dataset, split=cfg.dataset_split, params=cfg.dataset_params, **described)
     prompts = build_prompts(
         load_rows(source),
         tokenizer,
@@ -282,6 +286,13 @@ def describe_data(prompts: Prompts, held_out: Prompts | None) -> None:
         print(f"{name} prompts: {len(p.rows)}, longest {longest} tokens{dropped}{skipped}{shared}", flush=True)
 
 
+class Visit(NamedTuple):
+    """One prompt of a step."""
+
+    epoch: int
+    index: int  # into the prompts
+
+
 @dataclass
 class PromptOrder:
     """The order in which rows are visited: one seeded permutation an epoch, end to end, whatever the world size.
@@ -293,15 +304,15 @@ class PromptOrder:
     seed: int
     position: int = 0
 
-    def take(self, count: int) -> list[int]:
-        """The next `count` indices into the prompts; none is repeated or lost within an epoch."""
-        taken = []
+    def take(self, count: int) -> list[Visit]:
+        """The next `count` visits; no prompt is repeated or lost within an epoch, a step may cross an epoch's end."""
+        taken: list[Visit] = []
         while len(taken) < count:
             epoch, offset = divmod(self.position, self.num_prompts)
             generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
             order = torch.randperm(self.num_prompts, generator=generator).tolist()
             part = order[offset : offset + count - len(taken)]
-            taken += part
+            taken += [Visit(epoch, index) for index in part]
             self.position += len(part)
         return taken
 
@@ -386,15 +397,14 @@ def sample_groups(
     indices: Sequence[int],
     groups: Sequence[int],
     sampling: Sampling,
-    seed_parts: Sequence[int | str],
+    seeds: Sequence[int],
 ) -> list[Sample]:
     """`num_samples` samples of each prompt in `indices`, prompt by prompt; `groups` are their numbers over all ranks.
 
-    The seed of a sample is f(*seed_parts, place of its row in the data set) + its number in the group.
+    The seed of a sample is its prompt's in `seeds` + its number in the group.
     """
     token_ids = [prompts.token_ids[i] for i in indices]
-    seeds = [seed_for(*seed_parts, prompts.row_ids[i]) for i in indices]
-    responses = engine.generate(token_ids, sampling, seeds) if token_ids else []
+    responses = engine.generate(token_ids, sampling, list(seeds)) if token_ids else []
     samples = []
     for index, group, ids, group_responses in zip(indices, groups, token_ids, responses, strict=True):
         for r in group_responses:
@@ -415,8 +425,8 @@ class VLLMEngine:
         model_path: str,
         dtype: torch.dtype,
         device: torch.device,
-        max_model_len: int,
         seed: int,
+        max_model_len: int,
         gpu_memory_utilization: float,
         kv_cache_gib: int,
     ):
@@ -439,6 +449,7 @@ class VLLMEngine:
             max_model_len=max_model_len,
             max_num_batched_tokens=max(8192, max_model_len),
             enable_prefix_caching=True,
+            use_tqdm_on_load=False,
             skip_tokenizer_init=True,  # ids in, ids out
             disable_log_stats=True,
             **({"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_gpu else cpu_args),
@@ -506,6 +517,7 @@ class HFEngine:
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: torch.device, *unused: Any):
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
+        self.model.generation_config = GenerationConfig()  # generate() fills in whatever the model's own one names
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> list[list[Response]]:

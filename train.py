@@ -8,11 +8,13 @@ Shapes: N samples of this rank, K rewards, T response tokens, [B, T] in a micro-
 (advantages.py), losses (losses.py), engines and data (rollout.py), graders (rewards.py), collectives (dist_utils.py).
 """
 
-import contextlib
 import dataclasses
 import difflib
+import functools
 import json
+import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -27,7 +29,7 @@ import torch
 import tyro
 import yaml
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 import advantages as adv
@@ -300,22 +302,16 @@ def parse(argv: Sequence[str]) -> Config:
 def find_problems(cfg: Config) -> list[str]:
     """Everything that can be known to be wrong before a model or a data set is loaded."""
     problems = list(adv.check(cfg))
-    with contextlib.suppress(KeyError):
-        try:
-            if sum(map(abs, cfg.weights)) < 1e-2 and cfg.spec.advantage_normalization:
-                print(f"warning: reward weights {cfg.weights} are so small that the 1e-4 in the whitening shrinks advantages")
-        except ValueError as e:
-            problems.append(str(e))
-    at_least = {
-        "max_prompt_tokens": 1,
-        "max_response_tokens": 1,
-        "prompts_per_step": 1,
-        "samples_per_prompt": 1,
-        "steps": 1,
-    }
-    at_least |= {"optimizer_steps_per_rollout": 1, "epochs_per_rollout": 1, "micro_batch_tokens": 1, "kv_cache_gib": 1}
-    at_least |= {"warmup_steps": 0, "eval_every": 0, "eval_prompts": 0, "weight_decay": 0, "seed": 0}
-    for name, low in at_least.items():
+    try:
+        if sum(map(abs, cfg.weights)) < 1e-2 and os.environ.get("RANK", "0") == "0":
+            warning = "so small that a constant added to a standard deviation (1e-4 in gdpo) shrinks the advantages"
+            print(f"warning: the reward weights {cfg.weights} are {warning}", file=sys.stderr)
+    except ValueError as e:
+        problems.append(str(e))
+    counts = ("max_prompt_tokens", "max_response_tokens", "prompts_per_step", "samples_per_prompt", "steps", "kv_cache_gib")
+    counts += ("optimizer_steps_per_rollout", "epochs_per_rollout", "micro_batch_tokens")
+    from_zero = ("warmup_steps", "eval_every", "eval_prompts", "weight_decay", "seed")
+    for name, low in [*((n, 1) for n in counts), *((n, 0) for n in from_zero)]:
         if not low <= getattr(cfg, name) < float("inf"):
             problems.append(f"{_flag(name)} {getattr(cfg, name)}: must be at least {low}")
     for name in ("temperature", "lr", "max_grad_norm", "max_logprob_diff", "clip_low", "clip_high"):
@@ -333,7 +329,13 @@ def find_problems(cfg: Config) -> list[str]:
             f"--prompts-per-step {cfg.prompts_per_step}: not divisible by --optimizer-steps-per-rollout "
             f"{cfg.optimizer_steps_per_rollout}; each optimizer batch takes the same number of prompts"
         )
-    if cfg.run_dir and Path(cfg.run_dir).exists() and any(Path(cfg.run_dir).iterdir()):
+    updates = cfg.steps * cfg.updates_per_rollout
+    if cfg.warmup_steps >= max(updates, 1):
+        problems.append(f"--warmup-steps {cfg.warmup_steps}: the run has {updates} optimizer steps; warm up over fewer")
+    run_dir = Path(cfg.run_dir or "")
+    if cfg.run_dir and run_dir.exists() and not run_dir.is_dir():
+        problems.append(f"--run-dir {cfg.run_dir}: is a file; name a new folder")
+    elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()):
         problems.append(f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten")
     if cfg.model == "embedded" and not (embedded_model_path() / "config.json").exists():
         problems.append(f"--model embedded: {embedded_model_path()} is missing; run python scripts/prepare_model.py")
@@ -352,38 +354,107 @@ def embedded_model_path() -> Path:
 # ---------------------------------------------------------------------------------------------- set-up
 
 
-def load_model(cfg: Config, model_path: str, device: torch.device) -> torch.nn.Module:
-    """The policy with fp32 weights and packed attention, not yet sharded."""
+def load_model(cfg: Config, model_path: str) -> torch.nn.Module:
+    """The policy on the CPU, with fp32 weights, packed attention and no dropout, not yet sharded."""
     attention = losses.register_attention(AutoConfig.from_pretrained(model_path))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=attention)
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.to(device).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # train() is for checkpointing alone: log-probs must not be noisy
+    return model.train()
+
+
+def lr_factor(step: int, schedule: str, warmup: int, total: int) -> float:
+    """Share of the peak learning rate at optimizer step `step` (from 0): linear warm-up, then the decay to 0 at `total`."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)  # never a step that learns nothing
+    done = (step - warmup) / max(total - warmup, 1)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
 
 
 def make_optimizer(cfg: Config, model: torch.nn.Module) -> tuple:
     """AdamW on the fp32 shards, and its schedule in optimizer steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
-    name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     total = cfg.steps * cfg.updates_per_rollout
-    return optimizer, get_scheduler(name, optimizer, num_warmup_steps=cfg.warmup_steps, num_training_steps=total)
+    factor = functools.partial(lr_factor, schedule=cfg.lr_schedule, warmup=cfg.warmup_steps, total=total)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def make_run_dir(cfg: Config, run_dir: Path) -> None:
     """A folder that describes its run: configuration, command line, git revision and diff, package versions."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=bool(cfg.run_dir))
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cfg).items()}
     text = yaml.safe_dump(
         {k: v for k, v in plain.items() if k not in ("config", "list_algorithms", "list_metrics")}, sort_keys=False
     )
     (run_dir / "config.yaml").write_text(text)
-    (run_dir / "command.txt").write_text(" ".join(sys.orig_argv) + "\n")
-    for name, command in {"git_revision.txt": ["rev-parse", "HEAD"], "git.diff": ["diff", "HEAD"]}.items():
-        git = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True)
-        (run_dir / name).write_text(git.stdout if git.returncode == 0 else f"no git: {git.stderr}")
+    (run_dir / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
+    (run_dir / "git_revision.txt").write_text(git("rev-parse", "HEAD"))
+    (run_dir / "git.diff").write_text(git("diff", "HEAD"))
+    for name in git("ls-files", "--others", "--exclude-standard", "*.py").splitlines():  # a fork not yet added
+        if (ROOT / name).is_file():
+            copy = run_dir / "untracked" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((ROOT / name).read_bytes())
     versions = sorted({f"{d.name}=={d.version}" for d in metadata.distributions()})
     (run_dir / "packages.txt").write_text("\n".join(versions) + "\n")
     print(f"run folder: {run_dir}\n{text}", flush=True)
+
+
+def git(*command: str) -> str:
+    """What git says of this repository, or why it says nothing."""
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as e:
+        return f"no git here: {e}\n"
+
+
+@dataclass
+class Run:
+    """What the set-up made, for the loop."""
+
+    cfg: Config
+    ranks: du.Ranks
+    run_dir: Path
+    model_path: str
+    tokenizer: PreTrainedTokenizerBase
+    eos: tuple[int, ...]
+    prompts: ro.Prompts
+    held_out: ro.Prompts | None
+    dtype: torch.dtype  # of compute and of the engine
+    engine: ro.Engine
+    model: torch.nn.Module  # FSDP2, fp32 shards
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    order: ro.PromptOrder
+    log: "Log"
+
+
+def set_up(cfg: Config, ranks: du.Ranks) -> Run:
+    """Data, run folder, engine, model, optimizer and log, in this order: cheap things that can be wrong come first."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(cfg.seed)
+    model_path = str(embedded_model_path()) if cfg.model == "embedded" else cfg.model
+    default_dir = ROOT / "runs" / f"{cfg.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = du.gather_objects(Path(cfg.run_dir or default_dir))[0]
+    tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
+    du.agree("the prompts", [p and p.digest() for p in (prompts, held_out)])
+    du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
+    if ranks.rank == 0:
+        ro.describe_data(prompts, held_out)
+    dtype = du.compute_dtype(cfg.dtype, ranks.device)
+    room = (cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_utilization, cfg.kv_cache_gib)
+    engine = ro.ENGINES[cfg.engine](model_path, dtype, ranks.device, cfg.seed + ranks.rank, *room)
+    model = du.run_together("loading the model", load_model, cfg, model_path)
+    model = du.shard_model(model, list(model.get_decoder().layers), dtype)
+    optimizer, scheduler = make_optimizer(cfg, model)
+    order = ro.PromptOrder(len(prompts.rows), cfg.seed)
+    log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
+    data = (tokenizer, eos, prompts, held_out)
+    return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, model, optimizer, scheduler, order, log)
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -436,8 +507,9 @@ def add_old_logprobs(cfg: Config, model: torch.nn.Module, batches: list[tuple]) 
     return filled
 
 
-def update(cfg: Config, ranks: du.Ranks, model: torch.nn.Module, optimizer, scheduler, batches: list[tuple], meter) -> None:
+def update(run: Run, batches: list[tuple], meter: du.Meter) -> None:
     """Train on every optimizer batch, `epochs_per_rollout` times. Errors: RuntimeError where engine and trainer differ."""
+    cfg, model = run.cfg, run.model
     batches = add_old_logprobs(cfg, model, batches)
     for epoch in range(cfg.epochs_per_rollout):
         for number, (micro, total) in enumerate(batches):
@@ -448,7 +520,7 @@ def update(cfg: Config, ranks: du.Ranks, model: torch.nn.Module, optimizer, sche
                 if batch.old_logprobs is None:
                     micro[i] = batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
                 loss = policy_loss(cfg, batch, logprobs, total, meter)
-                (loss * ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
+                (loss * run.ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
                 meter.mean("policy/entropy", entropy.sum(), batch.num_tokens)
                 if first:
                     measure_mismatch(batch, logprobs.detach(), seen)
@@ -457,10 +529,10 @@ def update(cfg: Config, ranks: du.Ranks, model: torch.nn.Module, optimizer, sche
             norm = du.clip_grad_norm(model, cfg.max_grad_norm)
             if not norm < float("inf"):
                 raise RuntimeError(f"the gradient's norm is {norm}; the weights were left as they were")
-            optimizer.step()
-            meter.peak("optim/lr", scheduler.get_last_lr()[0])
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
+            run.optimizer.step()
+            meter.peak("optim/lr", run.scheduler.get_last_lr()[0])
+            run.scheduler.step()
+            run.optimizer.zero_grad(set_to_none=True)
             meter.mean("optim/grad_norm", norm, 1)
 
 
@@ -505,32 +577,16 @@ def push_weights(engine: ro.Engine, model: torch.nn.Module, dtype: torch.dtype) 
     engine.wake_up(["kv_cache"])
 
 
-def evaluate(
-    cfg: Config,
-    ranks: du.Ranks,
-    engine: ro.Engine,
-    tokenizer,
-    eos: tuple,
-    held_out: ro.Prompts,
-    run_dir: Path,
-    step: int,
-):
+def evaluate(run: Run, step: int) -> dict[str, float]:
     """Answer every held-out prompt once over all ranks, in each mode; write the responses; return the metrics."""
+    cfg, held_out = run.cfg, run.held_out
     results: dict[str, float] = {}
     for mode in cfg.eval_modes:
-        sampling = ro.Sampling(1, 0.0 if mode == "greedy" else cfg.temperature, cfg.max_response_tokens, eos)
-        mine = range(ranks.rank, len(held_out.rows), ranks.world_size)
-        samples = du.run_together(
-            "sampling held-out prompts",
-            ro.sample_groups,
-            engine,
-            tokenizer,
-            held_out,
-            mine,
-            mine,
-            sampling,
-            (cfg.seed, mode),
-        )
+        sampling = ro.Sampling(1, 0.0 if mode == "greedy" else cfg.temperature, cfg.max_response_tokens, run.eos)
+        mine = range(run.ranks.rank, len(held_out.rows), run.ranks.world_size)
+        seeds = [ro.seed_for(cfg.seed, mode, held_out.row_ids[i]) for i in mine]
+        request = (run.engine, run.tokenizer, held_out, mine, mine, sampling, seeds)
+        samples = du.run_together("sampling held-out prompts", ro.sample_groups, *request)
         texts, rows = [s.text for s in samples], [s.row for s in samples]
         components, scored = du.run_together("grading held-out prompts", rw.score, cfg.rewards, texts, rows)
         meter = du.Meter()
@@ -538,14 +594,12 @@ def evaluate(
             meter.mean(f"eval/{mode}/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
         meter.mean(f"eval/{mode}/response_tokens", sum(len(s.response_ids) for s in samples), len(samples))
         results |= meter.reduce()
-        write_samples(cfg, ranks, run_dir / "eval" / f"{mode}_{step:06d}.jsonl", samples, components)
+        write_samples(run, f"eval/{mode}_{step:06d}.jsonl", samples, components)
     return results
 
 
-def write_samples(
-    cfg: Config, ranks: du.Ranks, path: Path, samples: list[ro.Sample], components: torch.Tensor, scores=None
-) -> None:
-    """All ranks' samples of a step as one JSONL file, in the order of their prompts. A collective."""
+def write_samples(run: Run, name: str, samples: list[ro.Sample], components: torch.Tensor, scores=None) -> None:
+    """All ranks' samples as one JSONL file of the run folder, in the order of their prompts. A collective."""
     records = [
         {
             "group": s.group,
@@ -554,7 +608,7 @@ def write_samples(
             "response": s.text,
             "finish_reason": s.finish_reason,
             "response_tokens": len(s.response_ids),
-            **{name: components[i, k].item() for k, name in enumerate(cfg.rewards)},
+            **{reward: components[i, k].item() for k, reward in enumerate(run.cfg.rewards)},
             **({} if scores is None else {"score": scores[i].item()}),
         }
         for i, s in enumerate(samples)
@@ -562,12 +616,13 @@ def write_samples(
     everywhere = [r for part in du.gather_objects(records) for r in part]
 
     def write() -> None:
-        if ranks.rank == 0:
+        if run.ranks.rank == 0:
+            path = run.run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
             ordered = sorted(everywhere, key=lambda r: r["group"])
             path.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in ordered))
 
-    du.run_together(f"writing {path.name}", write)
+    du.run_together(f"writing {name}", write)
 
 
 # ---------------------------------------------------------------------------------------------- logging and export
@@ -617,11 +672,11 @@ class Log:
             parts.append(f"{m['perf/seconds_step']:.1f} s")
         return f"step {step}/{self.cfg.steps} | " + " | ".join(parts)
 
-    def close(self, exit_code: int) -> None:
-        """End the views."""
+    def close(self) -> None:
+        """End the views of a whole run."""
         self.bar.close()
         if self.wandb:
-            self.wandb.finish(exit_code=exit_code)
+            self.wandb.finish()
 
 
 def known_metric(name: str) -> bool:
@@ -640,51 +695,22 @@ def known_metric(name: str) -> bool:
 
 def train(cfg: Config, ranks: du.Ranks) -> None:
     """The run, in order."""
-    # ---- set-up
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(cfg.seed)
-    model_path = str(embedded_model_path()) if cfg.model == "embedded" else cfg.model
-    default_dir = ROOT / "runs" / f"{cfg.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = du.gather_objects(Path(cfg.run_dir or default_dir))[0]
-    tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
-    du.agree("the training prompts", (len(prompts.rows), ro.seed_for(*(i for ids in prompts.token_ids for i in ids))))
-    du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
-    if ranks.rank == 0:
-        ro.describe_data(prompts, held_out)
-    dtype = du.compute_dtype(cfg.dtype, ranks.device)
-    max_model_len = cfg.max_prompt_tokens + cfg.max_response_tokens
-    engine = ro.ENGINES[cfg.engine](
-        model_path,
-        dtype,
-        ranks.device,
-        max_model_len,
-        cfg.seed + ranks.rank,
-        cfg.gpu_memory_utilization,
-        cfg.kv_cache_gib,
-    )
-    model = du.run_together("loading the model", load_model, cfg, model_path, ranks.device)
-    model = du.shard_model(model, list(model.get_decoder().layers), dtype)
-    optimizer, scheduler = make_optimizer(cfg, model)
-    order = ro.PromptOrder(len(prompts.rows), cfg.seed)
-    sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, eos)
-    log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
-
+    run = set_up(cfg, ranks)
+    sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, run.eos)
     if cfg.eval_every:
-        metrics = evaluate(cfg, ranks, engine, tokenizer, eos, held_out, run_dir, 0)
-        du.run_together("logging", log.step, 0, metrics)
+        du.run_together("logging", run.log.step, 0, evaluate(run, 0))
 
     for step in range(1, cfg.steps + 1):
         meter, ledger = du.Meter(), du.Ledger(PHASES)
 
         # ---- rollout: prompt g of the step belongs to rank g % world_size
         with ledger.phase("sample"):
-            indices = order.take(cfg.prompts_per_step)
-            groups = range(ranks.rank, cfg.prompts_per_step, ranks.world_size)
-            mine = [indices[g] for g in groups]
-            samples: list[ro.Sample] = du.run_together(
-                "sampling", ro.sample_groups, engine, tokenizer, prompts, mine, groups, sampling, (cfg.seed, step)
-            )
+            visits = run.order.take(cfg.prompts_per_step)
+            mine = range(ranks.rank, cfg.prompts_per_step, ranks.world_size)
+            indices = [visits[g].index for g in mine]
+            seeds = [ro.seed_for(cfg.seed, step, visits[g].epoch, run.prompts.row_ids[visits[g].index]) for g in mine]
+            request = (run.engine, run.tokenizer, run.prompts, indices, mine, sampling, seeds)
+            samples: list[ro.Sample] = du.run_together("sampling", ro.sample_groups, *request)
 
         # ---- grade: components [N, K] float64, scored [N, K] bool
         with ledger.phase("grade"):
@@ -693,15 +719,13 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
 
         # ---- advantages: group stage on this rank, batch stage across ranks and per optimizer batch
         with ledger.phase("advantage"):
-            sample_groups = torch.tensor([s.group for s in samples], dtype=torch.int64)  # [N]
-            scores = du.run_together(  # [N] float64
-                "the group stage", adv.group_scores, cfg.algorithm, components, scored, cfg.weights, sample_groups
-            )
+            groups = torch.tensor([s.group for s in samples], dtype=torch.int64)  # [N]
+            graded = (components, scored, cfg.weights, groups)
+            scores = du.run_together("the group stage", adv.group_scores, cfg.algorithm, *graded)  # [N] float64
             lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)  # [N]
             mask = torch.arange(cfg.max_response_tokens)[None] < lengths[:, None]  # [N, T]
             mask &= scored.any(1)[:, None]  # a sample with nothing scored stays out of the loss
-            per_batch = cfg.prompts_per_step // cfg.optimizer_steps_per_rollout
-            batch_of = sample_groups // per_batch
+            batch_of = groups // (cfg.prompts_per_step // cfg.optimizer_steps_per_rollout)  # [N]
             sizes = [int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)]
             advantages = adv.token_advantages(cfg.algorithm, scores, mask, sizes, cfg.normalize_advantages)  # [N, T] fp32
             measure_rollout(meter, cfg, samples, (components, scored), scores)
@@ -710,61 +734,55 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
 
         # ---- update
         with ledger.phase("update"):
-            engine.sleep()
-            local = du.run_together(
-                "forming batches",
-                losses.form_batches,
-                samples,
-                advantages,
-                mask,
-                sizes,
-                cfg.micro_batch_tokens,
-                ranks.device,
-            )
+            run.engine.sleep()
+            layout = (samples, advantages, mask, sizes, cfg.micro_batch_tokens, ranks.device)
+            local = du.run_together("forming batches", losses.form_batches, *layout)
             batches = agreed_batches(local, sizes, cfg, ranks.device)
             meter.total("perf/tokens_computed", sum(b.input_ids.numel() for micro, _ in batches for b in micro))
-            update(cfg, ranks, model, optimizer, scheduler, batches, meter)
+            update(run, batches, meter)
 
         # ---- push
         with ledger.phase("push"):
-            push_weights(engine, model, dtype)
+            push_weights(run.engine, run.model, run.dtype)
 
         # ---- evaluate
         metrics = {}
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
             with ledger.phase("eval"):
-                metrics = evaluate(cfg, ranks, engine, tokenizer, eos, held_out, run_dir, step)
+                metrics = evaluate(run, step)
 
         # ---- log
-        if step % TRIM_EVERY == 0:
+        if step % TRIM_EVERY == 0 and ranks.device.type == "cpu":
             du.trim_memory()
-        write_samples(cfg, ranks, run_dir / "samples" / f"step_{step:06d}.jsonl", samples, components, scores)
-        meter.peak("rollout/epoch", order.position / order.num_prompts)
+        write_samples(run, f"samples/step_{step:06d}.jsonl", samples, components, scores)
+        meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
         ledger.close(meter, sum(lengths.tolist()), ranks.world_size)
-        du.run_together("logging", log.step, step, meter.reduce() | metrics)
+        du.run_together("logging", run.log.step, step, meter.reduce() | metrics)
 
     # ---- export
     if cfg.export:
-        du.export_model(model, model_path, tokenizer, dtype, run_dir / "model")
-    du.run_together("closing the log", log.close, 0)
-    du.run_together("plotting", plot if ranks.rank == 0 else no_work, cfg, run_dir)
-    engine.close()
+        du.export_model(run.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
+    du.run_together("closing the log", run.log.close)
+    du.run_together("summing up", sum_up if ranks.rank == 0 else no_work, run.run_dir)
+    run.engine.close()
 
 
 def no_work(*_: object) -> None:
     """What the other ranks do while rank 0 writes."""
 
 
-def plot(cfg: Config, run_dir: Path) -> None:
+def sum_up(run_dir: Path) -> None:
     """Draw the run's curves, and say where they and the numbers before and after are."""
-    command = [sys.executable, str(ROOT / "scripts" / "plot.py"), str(run_dir), "--out", str(run_dir / "curves.png")]
-    subprocess.run(command, check=True)
+    picture = run_dir / "curves.png"
+    command = [sys.executable, str(ROOT / "scripts" / "plot.py"), str(run_dir), "--out", str(picture)]
+    drawn = subprocess.run(command, capture_output=True, text=True)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evals = [r for r in records if any(k.startswith("eval/") for k in r)]
     for name in [k for k in evals[0] if k.startswith("eval/")] if evals else []:
         print(f"{name}: {evals[0][name]:.3f} before, {evals[-1][name]:.3f} after {evals[-1]['step']} steps")
-    print(f"run folder: {run_dir}\ncurves: {run_dir / 'curves.png'}")
+    print(f"run folder: {run_dir}")
+    print(f"curves: {picture}" if drawn.returncode == 0 else f"no curves: {drawn.stderr.strip()[-300:]}")
 
 
 def main(argv: Sequence[str]) -> None:

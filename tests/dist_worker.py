@@ -38,7 +38,7 @@ def meter(ranks: du.Ranks) -> dict:
 
 def optimizer(model_path: str, ranks: du.Ranks) -> list:
     cfg = train.Config(lr=1e-6, steps=1)
-    model = train.load_model(cfg, model_path, ranks.device)
+    model = train.load_model(cfg, model_path)
     model = du.shard_model(model, list(model.get_decoder().layers), torch.bfloat16)
     adamw, _ = train.make_optimizer(cfg, model)
     before = [p.detach().to_local().clone() for p in model.parameters()]

@@ -1,5 +1,6 @@
 """losses.py: the packed layout against plain rows, losses and aggregation against the oracles, splits against one process."""
 
+import dataclasses
 import itertools
 import json
 
@@ -13,7 +14,7 @@ import train
 
 
 def load(tiny, **config):
-    return train.load_model(train.Config(**config), str(tiny), torch.device("cpu"))
+    return train.load_model(train.Config(**config), str(tiny))
 
 
 def batch_of(samples, advantages=None, mask=None):
@@ -96,6 +97,13 @@ def test_micro_batches_keep_order_and_budget():
             cost = sum(prompts.values()) + sum(len(samples[i].response_ids) for i in split)
             assert cost <= budget or len(split) == 1
     assert len(losses.micro_batches(samples, 10**6)) == 1
+
+
+def test_one_long_response_does_not_pad_many_short_ones():
+    samples = make_samples([30], longest=3)
+    long = dataclasses.replace(samples[0], response_ids=[5] * 900, logprobs=[-1.0] * 900)
+    splits = losses.micro_batches([*samples, long], 1200)
+    assert splits == [list(range(30)), [30]]  # together they would be 1,000 packed tokens, but 28,000 padded ones
 
 
 # ---------------------------------------------------------------------------------------------- losses and aggregation

@@ -31,8 +31,23 @@ def test_number_scorer(response, value):
     assert rw.correctness(response, {"scorer": "number", "answer": "#### 1,234"}) == value
 
 
-def test_number_scorer_abstains_without_a_target():
-    assert rw.correctness("42", {"scorer": "number", "answer": None}) is None
+@pytest.mark.parametrize("answer", [None, "", "no number", "\\frac{3}{7}", "3 or 4"])
+def test_number_scorer_abstains_without_one_number_as_target(answer):
+    assert rw.correctness("#### 7", {"scorer": "number", "answer": answer}) is None
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("so 10-5 and 5 - 7", [10, 5, 5, 7]),
+        ("-5, (-3) and x=-2", [-5, -3, -2]),
+        ("1,234,567.5 but 1,2", [1234567.5, 1, 2]),
+        (".5 and -.25", [0.5, -0.25]),
+        ("20-30%", [20, 30]),
+    ],
+)
+def test_numbers_in_a_text(text, found):
+    assert rw.numbers_in(text) == found
 
 
 def test_reasoning_gym_scorer():

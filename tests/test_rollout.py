@@ -158,12 +158,13 @@ def test_every_row_once_an_epoch_whatever_the_step(tokenizer):
     seen = []
     order = ro.PromptOrder(10, seed=3)
     for _ in range(10):
-        seen += order.take(4)  # steps cross the epochs' ends
+        seen += [v.index for v in order.take(4)]  # steps cross the epochs' ends
     epochs = [seen[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(e) == list(range(10)) for e in epochs) and epochs[0] != epochs[1]
     later = ro.PromptOrder(10, seed=3, position=12)
-    assert later.take(9) == seen[12:21]
-    assert ro.PromptOrder(10, seed=4).take(10) != epochs[0]
+    assert [v.index for v in later.take(9)] == seen[12:21]
+    assert [v.index for v in ro.PromptOrder(10, seed=4).take(10)] != epochs[0]
+    assert len({v for _ in range(50) for v in order.take(7)}) == 350  # a row that comes twice in a step has two epochs
 
 
 def test_held_out_rows_never_train(tmp_path, embedded):
@@ -172,6 +173,9 @@ def test_held_out_rows_never_train(tmp_path, embedded):
     assert prompts.num_held_out > 0 and not {tuple(i) for i in prompts.token_ids} & {tuple(i) for i in held_out.token_ids}
     with_eval = ro.load_data(train.Config(**{**vars(cfg), "eval_every": 5}), str(embedded))[2]
     assert with_eval.token_ids == prompts.token_ids  # evaluation does not change what is trained on
+    other = write(tmp_path / "eval.jsonl", ROWS[:5])
+    mixed = ro.load_data(train.Config(**{**vars(cfg), "eval_every": 5, "eval_dataset": other}), str(embedded))[3]
+    assert len(mixed.rows) == 5 and mixed.digest() != held_out.digest()
     few = write(tmp_path / "few.jsonl", ROWS[:3])
     with pytest.raises(ValueError, match="3 prompts are left, fewer than --prompts-per-step 8"):
         ro.load_data(train.Config(dataset=few), str(embedded))
@@ -217,7 +221,7 @@ def test_hf_engine_logprobs_are_the_trainers(tiny, temperature):
     sampling = ro.Sampling(3, temperature, 12, (2, 7))
     responses = engine.generate(PROMPTS, sampling, [1, 2, 3])
     samples = as_samples(PROMPTS, responses)
-    model = train.load_model(train.Config(), str(tiny), torch.device("cpu"))
+    model = train.load_model(train.Config(), str(tiny))
     got, batch = trainer_logprobs(model, samples, temperature)
     assert (got - batch.rollout_logprobs)[batch.response_mask].abs().max() < 1e-4
 
@@ -244,6 +248,24 @@ def test_hf_engine_samples_the_softmax(tiny):
     assert (counts[top.indices] - top.values).abs().max() < 0.035
 
 
+def test_hf_engine_takes_nothing_from_generation_config(tiny):
+    """A penalty or a suppressed token of the model's own configuration would change greedy answers."""
+    sampling = ro.Sampling(1, 0.0, 8, (2,))
+    plain = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
+    want = plain.generate(PROMPTS, sampling, [0, 0, 0])
+    first = want[0][0].token_ids[0]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    path = str(tiny) + "-penalised"
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.generation_config = GenerationConfig(repetition_penalty=50.0, suppress_tokens=[first], eos_token_id=2)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(path)
+    penalised = ro.HFEngine(path, torch.float32, torch.device("cpu"))
+    got = penalised.generate(PROMPTS, sampling, [0, 0, 0])
+    assert [[r.token_ids for r in g] for g in got] == [[r.token_ids for r in g] for g in want]
+
+
 def test_hf_engine_stops_at_any_eos(tiny):
     engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
     first = engine.generate([PROMPTS[0]], ro.Sampling(1, 0.0, 4, (2,)), [0])[0][0].token_ids
@@ -266,6 +288,6 @@ def test_text_is_cut_at_eos_and_ids_are_the_engines(tokenizer):
             ]
 
     prompts = ro.build_prompts(rows_of("a", "b"), tokenizer, ro.PromptFormat(), 100, "drop", "--dataset")
-    samples = ro.sample_groups(Fixed(), tokenizer, prompts, [1], [5], ro.Sampling(2, 1.0, 9, (2,)), (0, 1))
+    samples = ro.sample_groups(Fixed(), tokenizer, prompts, [1], [5], ro.Sampling(2, 1.0, 9, (2,)), [0])
     assert [s.response_ids for s in samples] == [[520, 9531, 2], [9531, 1]] and {s.group for s in samples} == {5}
     assert samples[0].text == tokenizer.decode([520, 9531]) and samples[0].row["question"] == "b"

@@ -10,6 +10,7 @@ import torch
 import yaml
 from conftest import ROOT, launch
 
+import rollout as ro
 import train
 
 README = (ROOT / "README.md").read_text()
@@ -87,6 +88,8 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--prompts-per-step", "9", "--optimizer-steps-per-rollout", "2"), "not divisible"),
         (("--aggregation", "mean"), "there are token_mean, sequence_mean, sequence_sum_norm"),
         (("--run-dir", str(ROOT)), "is not empty"),
+        (("--run-dir", str(ROOT / "README.md")), "is a file"),
+        (("--warmup-steps", "5", "--steps", "5"), "has 5 optimizer steps"),
         (("--lrr", "1"), "--lr"),
     ],
 )
@@ -114,6 +117,20 @@ def test_configuration_table_names_every_field():
 def test_metric_names_are_a_closed_list():
     assert train.known_metric("reward/format") and train.known_metric("eval/greedy/format")
     assert not train.known_metric("rewards/format") and not train.known_metric("optim/lrr")
+
+
+@pytest.mark.parametrize(
+    "schedule, warmup, want",
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1]),
+        ("constant", 2, [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("linear", 2, [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 2, [1 / 3, 2 / 3, 1, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_learning_rate(schedule, warmup, want):
+    got = [train.lr_factor(step, schedule, warmup, 6) for step in range(6)]
+    assert got == pytest.approx(want)
 
 
 # ---------------------------------------------------------------------------------------------- runs
@@ -182,7 +199,10 @@ def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
         samples = [json.loads(line) for line in (run_dir / "samples" / f"step_00000{step}.jsonl").read_text().splitlines()]
         assert [s["group"] for s in samples] == [g for g in range(6) for _ in range(3)]
     answered = [json.loads(line)["question"] for line in (run_dir / "eval" / "greedy_000002.jsonl").read_text().splitlines()]
-    assert len(answered) == 5
+    held_out = ro.load_data(
+        parse(*BASE[6:], "--eval-every", 2, "--eval-prompts", 5, "--model", tiny, "--rewards", "format"), tiny
+    )[3]
+    assert answered == [row["question"] for row in held_out.rows]  # each once, whatever the world size
     # one update a rollout: nothing was updated since sampling, so the ratio is exactly 1
     assert all(m["policy/ratio"] == 1.0 for m in metrics_of(run_dir) if "policy/ratio" in m)
     # the export has the trainer's log-probs, and is an ordinary folder
@@ -196,6 +216,27 @@ def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
     torch.testing.assert_close(got, torch.load(probe, weights_only=True), atol=1e-4, rtol=1e-4)
     before = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     assert any((a != b).any() for a, b in zip(model.parameters(), before.parameters()))
+
+
+def test_later_optimizer_batches_compare_with_the_policy_that_sampled(tmp_path, tiny):
+    """Two batches, one epoch: the second sees a ratio other than 1, as the first has moved the weights; norms are clipped."""
+    argv = [
+        "--steps",
+        "2",
+        "--optimizer-steps-per-rollout",
+        "2",
+        "--lr",
+        "0.01",
+        "--warmup-steps",
+        "3",
+        "--lr-schedule",
+        "linear",
+    ]
+    result, run_dir = run(0, tmp_path, tiny, *argv, "--max-grad-norm", "0.1", "--no-export")
+    assert result.returncode == 0, result.stderr[-3000:]
+    for metrics in metrics_of(run_dir):
+        assert abs(metrics["policy/ratio"] - 1) > 1e-3 and metrics["optim/grad_norm"] > 0.1
+    assert [m["optim/lr"] for m in metrics_of(run_dir)] == pytest.approx([0.005, 0.01])
 
 
 def test_a_push_that_does_nothing_stops_the_run(tmp_path, tiny):

@@ -29,7 +29,7 @@ def probe_logprobs(model: torch.nn.Module, device: torch.device) -> torch.Tensor
 
 
 def break_on(module: str, name: str, rank: int) -> None:
-    """Make `module.name` raise on one rank, at its second call where the first one is part of the set-up."""
+    """Make `module.name` raise on one rank."""
     owner = {"ro": ro, "rw": rw, "losses": losses, "train": train, "log": train.Log, "engine": ro.HFEngine}[module]
     original = getattr(owner, name)
 

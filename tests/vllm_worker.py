@@ -7,12 +7,16 @@ import json
 import sys
 
 import torch
-from test_rollout import PROMPTS, as_samples, trainer_logprobs
+from test_rollout import as_samples, trainer_logprobs
 from torch.distributed.tensor import distribute_tensor
 
 import dist_utils as du
 import rollout as ro
 import train
+
+
+# longer than a block of the engine's prefix cache (128 tokens on CPU), so that their blocks are kept from call to call
+PROMPTS = [[1, *range(1000 * i + 100, 1000 * i + 400), 198] for i in range(3)]
 
 
 def gap(model, responses, temperature) -> list[float]:
@@ -29,8 +33,8 @@ def ids(responses) -> list:
 def main(model_path: str, dtype_name: str, out: str) -> None:
     ranks = du.start()
     dtype = getattr(torch, dtype_name)
-    engine = ro.VLLMEngine(model_path, dtype, ranks.device, 64, ranks.rank, 0.5, 1)
-    model = train.load_model(train.Config(), model_path, ranks.device)
+    engine = ro.VLLMEngine(model_path, dtype, ranks.device, ranks.rank, 512, 0.5, 1)
+    model = train.load_model(train.Config(), model_path)
     model = du.shard_model(model, list(model.get_decoder().layers), dtype)
     seen: dict = {}
     for temperature in (0.5, 1.0, 1.5):
