@@ -485,6 +485,12 @@ def measure_rollout(meter: du.Meter, cfg: Config, samples: list[ro.Sample], grad
 # ---------------------------------------------------------------------------------------------- phases of a step
 
 
+def trained_tokens(samples: list[ro.Sample], scored: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """[N, max_tokens] bool: every sampled token, by length; none of a sample that no reward scored (scored [N, K])."""
+    lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)  # [N]
+    return (torch.arange(max_tokens)[None] < lengths[:, None]) & scored.any(1)[:, None]
+
+
 def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Config, device) -> list[tuple]:
     """Per optimizer batch: (micro-batches, as many on every rank; global denominators). Uses collectives."""
     agreed = []
@@ -722,9 +728,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
             groups = torch.tensor([s.group for s in samples], dtype=torch.int64)  # [N]
             graded = (components, scored, cfg.weights, groups)
             scores = du.run_together("the group stage", adv.group_scores, cfg.algorithm, *graded)  # [N] float64
-            lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)  # [N]
-            mask = torch.arange(cfg.max_response_tokens)[None] < lengths[:, None]  # [N, T]
-            mask &= scored.any(1)[:, None]  # a sample with nothing scored stays out of the loss
+            mask = trained_tokens(samples, scored, cfg.max_response_tokens)  # [N, T] bool
             batch_of = groups // (cfg.prompts_per_step // cfg.optimizer_steps_per_rollout)  # [N]
             sizes = [int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)]
             advantages = adv.token_advantages(cfg.algorithm, scores, mask, sizes, cfg.normalize_advantages)  # [N, T] fp32
@@ -757,7 +761,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         write_samples(run, f"samples/step_{step:06d}.jsonl", samples, components, scores)
         meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
-        ledger.close(meter, sum(lengths.tolist()), ranks.world_size)
+        ledger.close(meter, sum(len(s.response_ids) for s in samples), ranks.world_size)
         du.run_together("logging", run.log.step, step, meter.reduce() | metrics)
 
     # ---- export

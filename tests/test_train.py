@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import yaml
-from conftest import ROOT, launch
+from conftest import ROOT, launch, make_samples
 
 import rollout as ro
 import train
@@ -133,6 +133,14 @@ def test_learning_rate(schedule, warmup, want):
     assert got == pytest.approx(want)
 
 
+def test_trained_tokens_come_from_lengths_and_leave_out_what_nobody_scored():
+    samples = make_samples([3], longest=4)
+    scored = torch.tensor([[True, False], [False, False], [True, True]])
+    mask = train.trained_tokens(samples, scored, 6)
+    assert mask.sum(1).tolist() == [len(samples[0].response_ids), 0, len(samples[2].response_ids)] and mask.shape == (3, 6)
+    assert mask[0, 0] and not mask[0, 5]
+
+
 # ---------------------------------------------------------------------------------------------- runs
 
 BASE = ["--engine", "hf", "--dtype", "float32", "--rewards", "length", "vowels", "--max-prompt-tokens", "128"]
@@ -200,7 +208,7 @@ def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
         assert [s["group"] for s in samples] == [g for g in range(6) for _ in range(3)]
     answered = [json.loads(line)["question"] for line in (run_dir / "eval" / "greedy_000002.jsonl").read_text().splitlines()]
     held_out = ro.load_data(
-        parse(*BASE[6:], "--eval-every", 2, "--eval-prompts", 5, "--model", tiny, "--rewards", "format"), tiny
+        parse(*BASE[7:], "--eval-every", 2, "--eval-prompts", 5, "--model", tiny, "--rewards", "format"), tiny
     )[3]
     assert answered == [row["question"] for row in held_out.rows]  # each once, whatever the world size
     # one update a rollout: nothing was updated since sampling, so the ratio is exactly 1

@@ -14,7 +14,6 @@ import dist_utils as du
 import rollout as ro
 import train
 
-
 # longer than a block of the engine's prefix cache (128 tokens on CPU), so that their blocks are kept from call to call
 PROMPTS = [[1, *range(1000 * i + 100, 1000 * i + 400), 198] for i in range(3)]
 
