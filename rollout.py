@@ -11,6 +11,7 @@ Not here on purpose: grading, advantages, any collective.
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -434,6 +435,7 @@ class VLLMEngine:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own, on every import
         from vllm import LLM
 
         self.on_gpu = device.type == "cuda"
