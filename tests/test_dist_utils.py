@@ -65,7 +65,10 @@ def test_ledger_sums_to_the_step():
     assert sum(parts) == pytest.approx(meter.means["perf/seconds_step"][0]) and all(p > 0 for p in parts)
 
 
-def test_compute_dtype():
+def test_compute_dtype(monkeypatch):
     cpu = torch.device("cpu")
     assert du.compute_dtype("float32", cpu) == torch.float32 and du.compute_dtype("bfloat16", cpu) == torch.bfloat16
-    assert du.compute_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    for has_it, want in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_it=has_it: {"avx512_bf16": has_it})
+        assert du.compute_dtype("auto", torch.device("cuda")) == want and du.compute_dtype("auto", cpu) == want
