@@ -12,6 +12,7 @@ import functools
 import math
 import numbers
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -39,7 +40,7 @@ def final_answer(response: str) -> str:
 
 def numbers_in(text: str) -> list[float]:
     """Every number in the text, thousands separators allowed."""
-    return [float(found.replace(",", "")) for found in NUMBER.findall(text)]
+    return [float(found.replace(",", "")) for found in NUMBER.findall(text.replace("\u2212", "-"))]
 
 
 def gold_number(answer: object) -> float | None:
@@ -50,6 +51,9 @@ def gold_number(answer: object) -> float | None:
 
 
 # ---------------------------------------------------------------------------------------------- reward functions
+
+
+_warned: set[str] = set()  # tasks whose scorer has failed on an answer
 
 
 @functools.cache
@@ -63,13 +67,19 @@ def correctness(response: str, row: Mapping) -> float | None:
     """The data set's own score of the final answer, named by the row's `scorer`.
 
     `rg:<task>`: reasoning-gym's scorer of that task, in [0, 1], on the answer tag's content (or the whole response without
-    one). `number`: 1 where the last number of the final answer equals the target, else 0; abstains where
-    the data set's answer is no single number.
+    one); an answer that this scorer cannot read scores 0, which is said once a task. `number`: 1 where the last number of
+    the final answer equals the target, else 0; abstains where the data set's answer is no single number.
     """
     kind, _, task = row["scorer"].partition(":")
     answer = final_answer(response)
     if kind == "rg":
-        return _reasoning_gym_scorer(task)(answer=answer, entry=row)
+        try:
+            return _reasoning_gym_scorer(task)(answer=answer, entry=row)
+        except Exception as e:
+            if task not in _warned:
+                _warned.add(task)
+                print(f"reward correctness: rg:{task} cannot read {answer[:80]!r} ({e!r}): 0; said once", file=sys.stderr)
+            return 0.0
     gold, said = gold_number(row["answer"]), numbers_in(answer)
     if gold is None:
         return None

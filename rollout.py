@@ -11,6 +11,7 @@ Not here on purpose: grading, advantages, any collective.
 import hashlib
 import json
 import os
+import string
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,9 @@ def _load_table(source: Source, known: Mapping[str, str]):
         return datasets.load_dataset(name, source.config or known.get("config"), split=split)
     except Exception as e:
         remedy = "" if path.exists() else ". Check the name, --dataset-config and --dataset-split, or name a local file"
-        raise ValueError(f"{source.flag} {source.dataset} (split {split}): {type(e).__name__}: {e}{remedy}") from e
+        reason = e.__cause__ or e  # what `datasets` wraps says more than its wrapping
+        said = f"{type(reason).__name__}: {reason}{remedy}"
+        raise ValueError(f"{source.flag} {source.dataset} (split {split}): {said}") from e
 
 
 def _column(names: list[str], asked: str | None, usual: Sequence[str], kind: str, source: Source) -> str:
@@ -113,9 +116,7 @@ def _reasoning_gym_rows(source: Source) -> list[dict]:
     if task not in DATASETS:
         raise ValueError(f"{source.flag} {source.dataset}: unknown task; there are {', '.join(sorted(DATASETS))}")
     try:
-        params = yaml.safe_load(source.params or "{}")
-        if not isinstance(params, dict):
-            raise ValueError(f"expected a mapping, found {params!r}")
+        params = read_params(source.params)
         data = reasoning_gym.create_dataset(task, **{"size": 1000, "seed": 0, **params})
         rows = [data[i] for i in range(len(data))]
     except Exception as e:
@@ -152,29 +153,55 @@ class Prompts:
         return hashlib.blake2b("".join(f"{ids};" for ids in self.token_ids).encode(), digest_size=8).hexdigest()
 
 
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def check_messages(turns: Any, where: str) -> list[dict]:
+    """`turns` where they are chat messages. Errors: ValueError naming `where` and the first that is none."""
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f'{where}: expected a list of {{"role": ..., "content": ...}}, found {turns!r:.200}')
+    for turn in turns:
+        ok = isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+        if not ok:
+            raise ValueError(f"{where}: {turn!r:.200} is no message: role (one of {', '.join(ROLES)}) and content, both texts")
+    return turns
+
+
 def read_few_shot(path: str) -> tuple[dict, ...]:
     """Messages of a JSON, JSONL or YAML file: a list of {"role": ..., "content": ...}. Errors: ValueError."""
     try:
-        text = Path(path).expanduser().read_text()
-        lines = path.endswith(".jsonl")
-        turns = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else yaml.safe_load(text)
-        ok = isinstance(turns, list) and all(isinstance(t, dict) and set(t) == {"role", "content"} for t in turns)
-        if not ok or not turns:
-            raise ValueError('expected a list of {"role": ..., "content": ...}')
+        text, kind = Path(path).expanduser().read_text(encoding="utf-8-sig"), Path(path).suffix.lower()
+        if kind == ".jsonl":
+            turns = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            turns = json.loads(text) if kind == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as e:
-        raise ValueError(f"--few-shot {path}: {e}") from e
-    return tuple(turns)
+        raise ValueError(f"--few-shot {path} (seen from {Path.cwd()}): {e}") from e
+    return tuple(check_messages(turns, f"--few-shot {path}"))
+
+
+def read_params(text: str | None) -> dict:
+    """--dataset-params as a mapping, {} without any. Errors: ValueError."""
+    try:
+        params = yaml.safe_load(text or "{}")
+    except yaml.YAMLError as e:
+        raise ValueError(f"--dataset-params {text}: {' '.join(str(e).split())}") from e
+    if not isinstance(params, dict) or any(not isinstance(params.get(k, 0), int) for k in ("seed", "size")):
+        raise ValueError(f"--dataset-params {text}: expected a mapping (seed and size are whole numbers)")
+    return params
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Mapping, fmt: PromptFormat) -> list[int]:
     """Token ids of one row's prompt. The chat template (or, without one, the tokenizer) adds BOS, exactly once."""
     try:
         question = row["question"] if fmt.template is None else fmt.template.format(**row)
-    except (KeyError, IndexError, AttributeError, ValueError) as e:
-        raise ValueError(f"--prompt-template {fmt.template!r}: {e!r}; a row has {', '.join(row)}") from e
+    except (KeyError, IndexError, AttributeError, ValueError, TypeError) as e:
+        remedy = "; write {{ and }} for braces that name no column"
+        raise ValueError(f"--prompt-template {fmt.template!r}: {e!r}; a row has {', '.join(row)}{remedy}") from e
     system = [{"role": "system", "content": fmt.system_prompt}] if fmt.system_prompt else []
     # a prompt column may hold a conversation already
-    turns = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
+    is_chat = isinstance(question, list | dict)
+    turns = check_messages(question, "the prompt column") if is_chat else [{"role": "user", "content": str(question)}]
     messages = [*system, *fmt.few_shot, *turns]
     if tokenizer.chat_template is None:
         return tokenizer("\n\n".join(m["content"] for m in messages))["input_ids"]
@@ -197,8 +224,14 @@ def build_prompts(
     """
     kept_rows, kept_ids, places, too_long, num_null, num_held_out = [], [], [], [], 0, 0
     held_out = {tuple(ids) for ids in not_among.token_ids} if not_among else set()
+    columns = ["question"]  # those that make the prompt
+    if fmt.template is not None and rows:
+        columns = [c for _, c, _, _ in string.Formatter().parse(fmt.template) if c and c in rows[0]]
+        if not columns and "{" not in fmt.template:
+            raise ValueError(f"--prompt-template {fmt.template!r}: names no column, so all prompts would be the same")
     for i, row in enumerate(rows):
-        if row["question"] is None or not str(row["question"]).strip():
+        used = [row.get(name) for name in columns]
+        if any(value is None or value == [] or not str(value).strip() for value in used):
             num_null += 1
             continue
         ids = prompt_ids(tokenizer, row, fmt)
@@ -218,7 +251,7 @@ def build_prompts(
     if not kept_rows:
         raise ValueError(
             f"{flag}: no row is left of {len(rows)}: {num_null} without a prompt, {len(too_long)} longer than "
-            f"--max-prompt-tokens {max_tokens}"
+            f"--max-prompt-tokens {max_tokens}, {num_held_out} held out (fewer with a lower --eval-prompts)"
         )
     return Prompts(kept_rows, kept_ids, places, num_null, len(too_long), too_long[0] if too_long else None, num_held_out)
 
@@ -240,7 +273,7 @@ def load_data(cfg: Any, model_path: str) -> tuple:
     is_task, is_file = name.startswith("rg:"), Path(name).expanduser().is_file()
     held_out = None
     if cfg.eval_every or is_task:  # held-out rows of a task stay out of training also in a run without evaluation
-        if is_file and name == cfg.dataset:
+        if is_file and Path(name).expanduser().resolve() == Path(cfg.dataset).expanduser().resolve():
             raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {name} is one file; name --eval-dataset too")
         split = cfg.eval_split or ("train" if is_file else "test")
         # another hub name has columns of its own; another local file is taken to look like the first
@@ -269,8 +302,7 @@ def load_data(cfg: Any, model_path: str) -> tuple:
 
 def eval_params(cfg: Any) -> str:
     """Parameters of the held-out rows of rg:<task>: the training parameters with other seeds, as many as are used."""
-    params = yaml.safe_load(cfg.dataset_params or "{}")
-    params = params if isinstance(params, dict) else {}
+    params = read_params(cfg.dataset_params) if (cfg.eval_dataset or cfg.dataset) == cfg.dataset else {}
     size = {"size": cfg.eval_prompts} if cfg.eval_prompts else {}
     return json.dumps({**params, **size, "seed": params.get("seed", 0) + 1_000_003})
 

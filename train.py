@@ -270,7 +270,7 @@ def read_config_file(path: str) -> list[str]:
                 continue
             arguments += [flag, *map(str, items)]
         elif isinstance(value, dict) and name == "dataset_params":
-            arguments.append(f"{flag}={json.dumps(value)}")
+            arguments.append(f"{flag}={json.dumps(value, default=str)}")
         elif isinstance(value, list | dict):
             problems.append(f"{key}: {value!r} is a {type(value).__name__}, not a single value")
         else:
@@ -302,6 +302,12 @@ def parse(argv: Sequence[str]) -> Config:
 def find_problems(cfg: Config) -> list[str]:
     """Everything that can be known to be wrong before a model or a data set is loaded."""
     problems = list(adv.check(cfg))
+    for read, value in ((ro.read_few_shot, cfg.few_shot), (ro.read_params, cfg.dataset_params)):
+        try:
+            if value is not None:
+                read(value)
+        except ValueError as e:
+            problems.append(str(e))
     try:
         if sum(map(abs, cfg.weights)) < 1e-2 and os.environ.get("RANK", "0") == "0":
             warning = "so small that a constant added to a standard deviation (1e-4 in gdpo) shrinks the advantages"
@@ -319,6 +325,10 @@ def find_problems(cfg: Config) -> list[str]:
         if value is not None and not 0 < value < float("inf"):
             why = "; greedy samples of a group are all alike, so nothing can be learned" if name == "temperature" else ""
             problems.append(f"{_flag(name)} {value}: must be a positive, finite number{why}")
+    if cfg.seed >= 2**31:
+        problems.append(f"--seed {cfg.seed}: must be below 2147483648")
+    if len(set(cfg.eval_modes)) != len(cfg.eval_modes) or (cfg.eval_every and not cfg.eval_modes):
+        problems.append(f"--eval-modes {' '.join(cfg.eval_modes)}: name greedy, sampled or both, each once")
     for name in ("adam_beta2", "gpu_memory_utilization"):
         if not 0 < getattr(cfg, name) < 1:
             problems.append(f"{_flag(name)} {getattr(cfg, name)}: must lie between 0 and 1")
@@ -332,7 +342,7 @@ def find_problems(cfg: Config) -> list[str]:
     updates = cfg.steps * cfg.updates_per_rollout
     if cfg.warmup_steps >= max(updates, 1):
         problems.append(f"--warmup-steps {cfg.warmup_steps}: the run has {updates} optimizer steps; warm up over fewer")
-    run_dir = Path(cfg.run_dir or "")
+    run_dir = Path(cfg.run_dir or "").expanduser()
     if cfg.run_dir and run_dir.exists() and not run_dir.is_dir():
         problems.append(f"--run-dir {cfg.run_dir}: is a file; name a new folder")
     elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()):
@@ -437,9 +447,9 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
-    model_path = str(embedded_model_path()) if cfg.model == "embedded" else cfg.model
+    model_path = str(embedded_model_path()) if cfg.model == "embedded" else os.path.expanduser(cfg.model)
     default_dir = ROOT / "runs" / f"{cfg.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = du.gather_objects(Path(cfg.run_dir or default_dir))[0]
+    run_dir = du.gather_objects(Path(cfg.run_dir or default_dir).expanduser())[0]
     tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
     du.agree("the prompts", [p and p.digest() for p in (prompts, held_out)])
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)

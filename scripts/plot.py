@@ -7,6 +7,7 @@
 A RUN is a run folder (config.yaml, metrics.jsonl).
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,13 @@ class Args:
 def read(run: Path) -> tuple[dict, list[dict]]:
     """(configuration, one record a step). Errors: SystemExit naming the missing file."""
     try:
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return yaml.safe_load((run / "config.yaml").read_text()), records
-    except FileNotFoundError as e:
-        raise SystemExit(f"{run} is no run folder: {e.filename} is missing") from None
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]  # a run may be writing its last line
+        return dict(yaml.safe_load((run / "config.yaml").read_text())), whole
+    except OSError as e:
+        raise SystemExit(f"{run} is no run folder: {e.filename}: {e.strerror}") from None
+    except (ValueError, TypeError, yaml.YAMLError) as e:
+        raise SystemExit(f"{run}: its config.yaml or metrics.jsonl cannot be read: {e}") from None
 
 
 def curves(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +61,7 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
 def panel(ax, runs: list[tuple[str, list[dict]]], name: str, title: str, unit: bool) -> None:
     """One metric: every run faint, the mean of each label strong, the band from the lowest to the highest run."""
     labels = list(dict.fromkeys(label for label, _ in runs))
-    for colour, label in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], labels):
+    for colour, label in zip(itertools.cycle(plt.rcParams["axes.prop_cycle"].by_key()["color"]), labels):
         drawn = [curves(records, name) for each, records in runs if each == label]
         drawn = [(x, y) for x, y in drawn if len(x)]
         if not drawn:
@@ -87,7 +91,9 @@ def main(args: Args) -> None:
         raise SystemExit("name at least one run folder")
     folders = [Path(r) for r in args.runs]
     read_runs = [read(f) for f in folders]
-    runs = [(str(config.get(args.by)), records) for config, records in read_runs]
+    if any(args.by not in config for config, _ in read_runs):
+        raise SystemExit(f"--by {args.by}: no such setting; there are {', '.join(read_runs[0][0])}")
+    runs = [(str(config[args.by]), records) for config, records in read_runs]
     config = read_runs[0][0]
     names = dict.fromkeys(k for _, records in runs for r in records for k in r)
     panels = [(f"reward/{n}", f"sampled reward: {n}") for n in config["rewards"]]

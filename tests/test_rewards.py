@@ -44,6 +44,7 @@ def test_number_scorer_abstains_without_one_number_as_target(answer):
         ("1,234,567.5 but 1,2", [1234567.5, 1, 2]),
         (".5 and -.25", [0.5, -0.25]),
         ("20-30%", [20, 30]),
+        ("\u22125", [-5]),
     ],
 )
 def test_numbers_in_a_text(text, found):
@@ -54,6 +55,14 @@ def test_reasoning_gym_scorer():
     row = {"scorer": "rg:chain_sum", "answer": "-48", "metadata": {}}
     assert rw.correctness("40 - 88 = -48 <answer>-48</answer>", row) == 1.0
     assert rw.correctness("40 - 88 = 48 <answer>48</answer>", row) < 0.5
+
+
+def test_an_answer_that_a_scorer_cannot_read_scores_zero_and_is_said(capsys):
+    import reasoning_gym
+
+    row = {**reasoning_gym.create_dataset("prime_factorization", size=1, seed=0)[0], "scorer": "rg:prime_factorization"}
+    assert [rw.correctness("abc", row) for _ in range(2)] == [0.0, 0.0]
+    assert capsys.readouterr().err.count("cannot read 'abc'") == 1
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ def test_errors_name_flag_value_and_remedy(tmp_path):
         (ro.Source("no-such-name-on-any-hub"), "--dataset no-such-name-on-any-hub.*Check the name"),
         (ro.Source("rg:chain_sums"), "unknown task; there are.*chain_sum"),
         (ro.Source("rg:chain_sum", params="[1]"), "--dataset-params.*mapping"),
+        (ro.Source("rg:chain_sum", params="{a"), "--dataset-params"),
+        (ro.Source("rg:chain_sum", params="{seed: abc}"), "--dataset-params.*whole numbers"),
         (ro.Source("rg:chain_sum", params="{min_term: 2}"), "--dataset-params.*min_term"),
         (ro.Source(other, params="{a: 1}"), "only rg:<task> takes parameters"),
     ]:
@@ -118,6 +120,17 @@ def test_chat_prompt_has_every_turn_once(tokenizer):
         ro.prompt_ids(tokenizer, rows_of("1")[0], ro.PromptFormat(template="{expression}"))
 
 
+def test_prompts_that_are_none(tokenizer):
+    rows = [{"question": "a", "ctx": None}, {"question": "b", "ctx": "c"}, {"question": [], "ctx": "c"}]
+    with_template = ro.build_prompts(rows, tokenizer, ro.PromptFormat(template="{ctx} {question}"), 100, "drop", "--dataset")
+    assert with_template.row_ids == [1] and with_template.num_null == 2
+    with pytest.raises(ValueError, match="names no column"):
+        ro.build_prompts(rows, tokenizer, ro.PromptFormat(template="Compute"), 100, "drop", "--dataset")
+    for question in (["hi", "you"], [{"from": "user", "value": "hi"}], {"text": "hi"}):
+        with pytest.raises(ValueError, match=r"the prompt column.*(is no message|expected a list)"):
+            ro.build_prompts([{"question": question}], tokenizer, ro.PromptFormat(), 100, "drop", "--dataset")
+
+
 @pytest.mark.parametrize("template", ["{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}", None])
 def test_exactly_one_bos(embedded, template):
     from tokenizers.processors import TemplateProcessing
@@ -149,7 +162,16 @@ def test_few_shot_file(tmp_path):
     write(tmp_path / "a.jsonl", good)
     assert ro.read_few_shot(str(tmp_path / "a.json")) == ro.read_few_shot(str(tmp_path / "a.jsonl")) == tuple(good)
     (tmp_path / "b.json").write_text('{"role": "user"}')
-    for name, says in {"b.json": "expected a list", "none.json": "No such file"}.items():
+    (tmp_path / "c.json").write_text('[{"role": "user", "content": 5}]')
+    (tmp_path / "d.json").write_text('[{"role": "usr", "content": "a"}]')
+    (tmp_path / "e.json").write_text('\ufeff[\n\t{"role": "user", "content": "\\ud83d\\ude00"}]', encoding="utf-8")
+    assert ro.read_few_shot(str(tmp_path / "e.json"))[0]["content"] == "\U0001f600"
+    for name, says in {
+        "b.json": "is no message|expected a list",
+        "none.json": "No such file.*|seen from",
+        "c.json": "5.*is no message",
+        "d.json": "usr.*is no message",
+    }.items():
         with pytest.raises(ValueError, match=f"--few-shot.*{says}"):
             ro.read_few_shot(str(tmp_path / name))
 
