@@ -1,7 +1,8 @@
 """Everything that crosses ranks: process groups, failing together, statistics, FSDP2, weights as full tensors.
 
 Public: `start`, `leave`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`, `mean_std`,
-`compute_dtype`, `shard_model`, `full_parameters`, `full_state_dict`, `clip_grad_norm`, `export_model`, `Meter`, `Ledger`.
+`correlation`, `compute_dtype`, `shard_model`, `free_gathered`,
+`copy_shards`, `full_parameters`, `full_state_dict`, `clip_grad_norm`, `export_model`, `Learner`, `Meter`, `Ledger`, `METRICS`.
 
 The rule: a rank never leaves the sequence of collectives alone. Work that can fail on one rank runs inside
 `run_together`; whatever the ranks must hold alike is compared by `agree` before the first collective that depends on it.
@@ -11,6 +12,8 @@ beyond their parameters.
 
 import contextlib
 import ctypes
+import functools
+import math
 import os
 import resource
 import shutil
@@ -28,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -96,6 +99,11 @@ def leave(exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def is_first_rank() -> bool:
+    """Whether this rank is the one that writes."""
+    return dist.get_rank() == 0
 
 
 # ---------------------------------------------------------------------------------------------- failing together
@@ -175,6 +183,12 @@ class Moments:
         return self.min == self.max
 
 
+@functools.cache
+def _say_world_size() -> None:
+    """Once a process: over how many ranks statistics are taken, from the process group itself."""
+    print(f"[rank {dist.get_rank()}] statistics are over {dist.get_world_size()} ranks", file=sys.stderr, flush=True)
+
+
 def mean_std(values: torch.Tensor, mask: torch.Tensor, ddof: int) -> Moments:
     """Mean and standard deviation over ranks, in two passes of float64.
 
@@ -184,6 +198,8 @@ def mean_std(values: torch.Tensor, mask: torch.Tensor, ddof: int) -> Moments:
     Errors: RankFailure on all ranks when the masked values are empty on all of them, or not finite on any.
     """
     kept = values[mask].to(torch.float64)  # [n]
+
+    _say_world_size()
 
     def check() -> None:
         if not torch.isfinite(kept).all():
@@ -202,6 +218,19 @@ def mean_std(values: torch.Tensor, mask: torch.Tensor, ddof: int) -> Moments:
     return Moments(mean, std, int(count), -negative_low, high)
 
 
+def correlation(first: torch.Tensor, second: torch.Tensor, mask: torch.Tensor) -> float | None:
+    """Pearson correlation of the masked values of all ranks, in two passes of float64; None where one of them is constant.
+
+    All three of one shape. Errors: as `mean_std`, except that no value at all gives None.
+    """
+    if sum_over_ranks(float(mask.sum())) == 0:
+        return None
+    a, b = mean_std(first, mask, ddof=0), mean_std(second, mask, ddof=0)
+    product = (first[mask].double() - a.mean) * (second[mask].double() - b.mean)
+    covariance = sum_over_ranks(product.sum().item()) / a.count
+    return None if a.collapsed or b.collapsed else covariance / (a.std * b.std)
+
+
 # ---------------------------------------------------------------------------------------------- FSDP2
 
 
@@ -216,16 +245,42 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def shard_model(model: torch.nn.Module, blocks: list[torch.nn.Module], compute_dtype: torch.dtype) -> torch.nn.Module:
-    """Wrap each block and then the root with `fully_shard`: fp32 master shards, `compute_dtype` compute, fp32 reduction.
+def shard_model(
+    model: torch.nn.Module,
+    blocks: list[torch.nn.Module],
+    compute_dtype: torch.dtype,
+    exact: Sequence[torch.nn.Module] = (),
+    offload: bool = False,
+) -> torch.nn.Module:
+    """Wrap each block and then the root with `fully_shard`: shards in the dtype they have, `compute_dtype` compute, fp32
+    reduction. `exact` are modules that compute in fp32; `offload` keeps the shards in CPU memory between uses.
 
-    Every rank must hold the same full fp32 parameters. FSDP2 averages gradients over ranks: losses are scaled by
+    Every rank must hold the same full parameters. FSDP2 averages gradients over ranks: losses are scaled by
     world_size / global denominator. Returns the same module.
     """
+    where = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    for module in exact:
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), offload_policy=where)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for block in blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, offload_policy=where)
+    return fully_shard(model, mp_policy=policy, offload_policy=where)
+
+
+def free_gathered(model: torch.nn.Module) -> None:
+    """Drop the full parameters that FSDP2 keeps after a forward pass without a backward (at the root: its bf16 copy)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def copy_shards(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Give `target` the weights of `source`, shard by shard, in the target's dtype; both were sharded alike."""
+    free_gathered(source)
+    free_gathered(target)
+    for to, of in zip(target.parameters(), source.parameters(), strict=True):
+        to.to_local().copy_(of.to_local())
 
 
 def full_parameters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -233,9 +288,7 @@ def full_parameters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tupl
 
     Tied parameters come once, under the name that the model registers first. All ranks must use the iterator to its end.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass alone, the root still shows its gathered bf16 copy
+    free_gathered(model)
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(dtype)
@@ -279,6 +332,48 @@ def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype:
     run_together("exporting the model", save)
 
 
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def lr_factor(step: int, schedule: str, warmup: int, total: int) -> float:
+    """Share of the peak learning rate at optimizer step `step` (from 0): linear warm-up, then the decay to 0 at `total`."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)  # never a step that learns nothing
+    done = (step - warmup) / max(total - warmup, 1)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
+
+
+class Learner:
+    """A sharded model with its optimizer: AdamW on the fp32 shards, and a schedule over `updates` optimizer steps."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lr: float,
+        updates: int,
+        schedule: str,
+        warmup: int,
+        beta2: float,
+        weight_decay: float,
+        prefix: str = "",
+    ):
+        self.model, self.prefix = model, prefix  # of its metrics
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay)
+        factor = functools.partial(lr_factor, schedule=schedule, warmup=warmup, total=updates)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+
+    def step(self, max_norm: float, meter: "Meter") -> None:
+        """One optimizer step on the gradients that are there, clipped. Errors: RuntimeError where they are not finite."""
+        norm = clip_grad_norm(self.model, max_norm)
+        if not norm < float("inf"):
+            raise RuntimeError(f"the {self.prefix}gradient's norm is {norm}; the weights were left as they were")
+        self.optimizer.step()
+        meter.mean(f"optim/{self.prefix}grad_norm", norm, 1)
+        meter.peak(f"optim/{self.prefix}lr", self.scheduler.get_last_lr()[0])
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 # ---------------------------------------------------------------------------------------------- measuring
 
 
@@ -293,6 +388,11 @@ class Meter:
     def mean(self, name: str, total, count) -> None:
         """Add to the sum and the count of a mean."""
         self.means[name] = (self.means[name][0] + total, self.means[name][1] + count)
+
+    def means_of(self, metrics: dict[str, tuple]) -> None:
+        """Add several (sum, count) pairs."""
+        for name, (total, count) in metrics.items():
+            self.mean(name, total, count)
 
     def total(self, name: str, value) -> None:
         """Add to a sum."""
@@ -345,3 +445,84 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def known_metric(name: str) -> bool:
+    """Whether METRICS describes `name`, <...> standing for one part of it."""
+    for pattern in METRICS:
+        before, _, rest = pattern.partition("<")
+        if not rest and name == pattern:
+            return True
+        if rest and name.startswith(before) and name.endswith(rest.rpartition(">")[2]):
+            return True
+    return False
+
+
+def metric_table() -> str:
+    """METRICS as a Markdown table."""
+    lines = ["| metric | what it is | reduction |", "| --- | --- | --- |"]
+    return "\n".join(lines + [f"| `{name}` | {what} | {how} |" for name, (what, how) in METRICS.items()])
+
+
+METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ranks)
+    "reward/<name>": ("a reward's value over the samples that it scored", "mean"),
+    "reward/total": ("weighted sum of the rewards", "mean"),
+    "reward/<name>_abstained": ("samples on which the reward returned None", "sum"),
+    "reward/<name>_zero_std": ("groups in which the reward is constant", "mean"),
+    "reward/<name>_<other>_correlation": ("Pearson correlation of two rewards over samples that have both", "over ranks"),
+    "rollout/response_tokens": ("length of a response, EOS included", "mean"),
+    "rollout/response_tokens_max": ("length of the longest response", "max"),
+    "rollout/prompt_tokens": ("length of a prompt", "mean"),
+    "rollout/finished": ("responses that ended with an EOS token", "mean"),
+    "rollout/groups_without_signal": ("groups whose scores are all equal as float32", "mean"),
+    "rollout/epoch": ("epochs of the data begun or done, as a fraction", "max"),
+    "rollout/logprob_diff": ("abs(trainer log-prob - engine log-prob) of the sampled tokens, before the update", "mean"),
+    "rollout/logprob_diff_max": ("the largest of these", "max"),
+    "rollout/kl_k3": ("k3 of trainer against engine, before the update", "mean"),
+    "rollout/nonfinite_logprobs": ("tokens whose engine log-prob is not finite; they are out of the policy loss", "mean"),
+    "advantage/abs": ("abs(advantage) over response tokens", "mean"),
+    "advantage/max": ("largest abs(advantage)", "max"),
+    "advantage/<name>_share": ("a reward's share of sum abs(contribution to the score)", "mean"),
+    "advantage/distinct_per_group": ("different scores in a group", "mean"),
+    "advantage/cancellation_min": (
+        "abs(sum of contributions) / sum of abs(contributions) of a sample: the smallest",
+        "over ranks",
+    ),
+    "advantage/cancellation_median": ("its median; near 0, the rewards of a sample cancel", "over ranks"),
+    "advantage/shadow_<name>_correlation": (
+        "correlation with what another algorithm gives, over response tokens",
+        "over ranks",
+    ),
+    "advantage/shadow_<name>_sign_agreement": ("response tokens on which its sign is the same", "mean"),
+    "advantage/explained_variance": ("1 - var(return - value) / var(return) before the update, with a critic", "over ranks"),
+    "loss/policy": ("the aggregated policy loss with KL and entropy terms, averaged over the step's updates", "sum of shares"),
+    "loss/value": ("the aggregated value loss, averaged over the step's updates", "sum of shares"),
+    "loss/value_clip_fraction": ("tokens whose value loss is the clipped one", "mean"),
+    "loss/empty_batches": ("optimizer batches without a token to train on", "max"),
+    "policy/entropy": ("entropy of the sampling distribution at response tokens", "mean"),
+    "policy/ratio": ("exp(log-prob - old log-prob)", "mean"),
+    "policy/bounded_log_ratio": ("tokens whose log-ratio was bounded to +-20 before exp", "mean"),
+    "policy/clip_fraction_low": ("tokens with A < 0 and ratio < 1 - clip_low", "mean"),
+    "policy/clip_fraction_high": ("tokens with A > 0 and ratio > 1 + clip_high", "mean"),
+    "policy/dual_clip_fraction": ("tokens whose loss is bounded by the dual clip", "mean"),
+    "policy/mismatch_weight": ("weight of a token's loss for engine against trainer", "mean"),
+    "policy/mismatch_outside": ("tokens whose weight was truncated or masked", "mean"),
+    "policy/ref_kl_k1": ("k1 of the policy against the reference", "mean"),
+    "policy/ref_kl_k3": ("k3 of the policy against the reference", "mean"),
+    "optim/grad_norm": ("global L2 norm of the gradient before clipping", "mean"),
+    "optim/lr": ("learning rate of the step's last update", "max"),
+    "optim/critic_grad_norm": ("the critic's gradient norm before clipping", "mean"),
+    "optim/critic_lr": ("the critic's learning rate", "max"),
+    "perf/seconds_<phase>": (
+        "seconds of sample, grade, forward (reference, values), advantage, update, push, eval, other; they add up to step",
+        "mean",
+    ),
+    "perf/seconds_step": ("wall time of the step", "mean"),
+    "perf/tokens_sampled": ("response tokens", "sum"),
+    "perf/tokens_computed": ("packed prompt and response tokens that the trainer read", "sum"),
+    "perf/tokens_per_second": ("sampled tokens by the step's wall time, all ranks together", "ratio"),
+    "perf/peak_memory_gib": ("largest memory of a rank so far: GPU allocator, or resident set on CPU", "max"),
+    "eval/<mode>/<name>": ("a reward over the held-out prompts, greedy or sampled", "mean"),
+    "eval/<mode>/response_tokens": ("length of a response to them", "mean"),
+}
+PHASES = ("sample", "grade", "forward", "advantage", "update", "push", "eval", "other")

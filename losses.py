@@ -1,14 +1,16 @@
-"""From sampled token ids to a loss: one packed batch layout, token log-probs, policy losses, KL, aggregation.
+"""From sampled token ids to a loss: one packed batch layout, token log-probs and values, policy and value losses, KL.
 
-Public: `Batch`, `collate`, `micro_batches`, `form_batches`, `empty_batch`, `register_attention`, `token_logprobs`,
-`POLICY_LOSSES`, `KL_ESTIMATORS`, `AGGREGATIONS`, `Denominators`.
+Public: `Batch`, `collate`, `micro_batches`, `form_batches`, `empty_batch`, `register_attention`, `load_model`,
+`token_logprobs`, `Critic`, `token_values`, `POLICY_LOSSES`, `policy_metrics`, `mismatch_weight`, `engine_gap`, `value_loss`,
+`KL_ESTIMATORS`, `kl_to`, `AGGREGATIONS`, `Denominators`.
 
 Shapes: L packed tokens of a micro-batch, P prompts, B responses, T tokens of the longest response, V vocabulary.
 Layout: a prompt stands once, followed by all its responses in the micro-batch; the positions of each response go on from
 its prompt, and attention lets a response see its prompt and itself. Only `collate` and `packed_attention` know of this:
 losses see [B, T], where column t speaks about the t-th sampled token of a response (the shift is done once, in `collate`).
 
-Losses are pure: tensors and numbers in, (token_loss, metrics) out; a metric is a (sum, count) pair of tensors or numbers.
+Losses are pure: tensors and numbers in, (token_loss, metrics) out; a metric is a (sum, count) pair of tensors or numbers. The
+first line of a loss' docstring is its formula, which a run prints; its keyword-only parameters are flags.
 Not here on purpose: configuration, collectives, the optimizer. Denominators are global and come from the caller.
 """
 
@@ -19,7 +21,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 PACKED_ATTENTION = "flatrl_packed"
 CHUNK = 512  # rows of [M, V] logits that are held in float32 at a time
@@ -54,24 +56,45 @@ class Batch:
     targets: torch.Tensor  # [B, T] int64, the sampled tokens
     response_mask: torch.Tensor  # [B, T] bool, True on each sampled token that is trained on, EOS included
     rollout_logprobs: torch.Tensor  # [B, T] fp32, the engine's, when it sampled
-    advantages: torch.Tensor  # [B, T] fp32
-    old_logprobs: torch.Tensor | None = None  # [B, T] fp32, the trainer's before the first update; None: same weights
+    rows: slice  # its responses among this rank's samples; empty for a filler
+    # filled in before the update, each [B, T] fp32
+    advantages: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None  # the trainer's before the first update; None: the first forward pass gives them
+    ref_logprobs: torch.Tensor | None = None  # the reference model's; None: no KL term
+    old_values: torch.Tensor | None = None  # the critic's before the first update; None: no critic
+    returns: torch.Tensor | None = None  # what the critic learns
 
     def validate(self) -> None:
         """Raise AssertionError where the pieces do not fit each other."""
         length = self.input_ids.shape[1]
         assert self.position_ids.shape == (1, length), "position_ids and input_ids differ in shape"
         assert self.targets.shape == self.response_mask.shape == self.logit_index.shape, "targets, mask, logit_index"
-        for name in ("rollout_logprobs", "advantages", "old_logprobs"):
+        for name in ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "old_values", "returns"):
             value = getattr(self, name)
             assert value is None or (value.shape, value.dtype) == (self.targets.shape, torch.float32), name
         assert int(self.logit_index.max()) < length, "logit_index points outside the packed row"
-        assert torch.isfinite(self.advantages[self.response_mask]).all(), "an advantage is not finite"
+        for name in ("advantages", "returns"):
+            value = getattr(self, name)
+            assert value is None or torch.isfinite(value[self.response_mask]).all(), f"{name} are not finite"
 
     @property
     def num_tokens(self) -> int:
         """Response tokens trained on."""
         return int(self.response_mask.sum())
+
+    def pick(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's part of a [N, >=T] tensor over the rank's samples: [B, T] fp32, on its device; 0 for a filler."""
+        part = torch.zeros(self.targets.shape, dtype=torch.float32)
+        rows = per_sample[self.rows, : part.shape[1]].to(torch.float32)
+        part[: len(rows)] = rows
+        return part.to(self.targets.device)
+
+    def put(self, part: torch.Tensor, per_sample: torch.Tensor) -> None:
+        """The way back: write [B, T] into the [N, >=T] tensor, where the mask is True."""
+        rows = slice(0, self.rows.stop - self.rows.start)
+        mask = self.response_mask[rows].cpu()
+        target = per_sample[self.rows, : part.shape[1]]
+        target[mask] = part[rows].detach().cpu().to(per_sample.dtype)[mask]
 
 
 def _pad(rows: Sequence[Sequence], value: float, dtype: torch.dtype) -> torch.Tensor:
@@ -86,12 +109,12 @@ def _lengths_mask(lengths: Sequence[int], width: int) -> torch.Tensor:
 
 
 def collate(
-    samples: Sequence[SampleLike], advantages: torch.Tensor, response_mask: torch.Tensor, device: torch.device
+    samples: Sequence[SampleLike], response_mask: torch.Tensor, device: torch.device, rows: slice = slice(0, 0)
 ) -> Batch:
     """Samples to one packed micro-batch; neighbours of the same group share their prompt.
 
-    samples: B of them, each with at least one prompt token and one response token.
-    advantages [B, >=T] fp32 and response_mask [B, >=T] bool: rows as in `samples`, columns are response tokens.
+    samples: B of them, each with at least one prompt token and one response token; `rows` among the rank's samples.
+    response_mask [B, >=T] bool: rows as in `samples`, columns are response tokens.
     """
     input_ids, positions, prompts, responses, response_prompt, logit_index = [], [], [], [], [], []
     group = None
@@ -134,10 +157,10 @@ def collate(
         targets=targets,
         response_mask=response_mask[:, :columns] & _lengths_mask([len(s.response_ids) for s in samples], columns),
         rollout_logprobs=_pad([s.logprobs for s in samples], 0.0, torch.float32),
-        advantages=advantages[:, :columns].to(torch.float32),
+        rows=rows,
     )
     batch.validate()
-    return Batch(**{k: v if v is None else v.to(device) for k, v in vars(batch).items()})
+    return Batch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
 
 
 def micro_batches(samples: Sequence[SampleLike], max_tokens: int) -> list[list[int]]:
@@ -162,7 +185,6 @@ def micro_batches(samples: Sequence[SampleLike], max_tokens: int) -> list[list[i
 
 def form_batches(
     samples: Sequence[SampleLike],
-    advantages: torch.Tensor,
     response_mask: torch.Tensor,
     batch_sizes: Sequence[int],
     max_tokens: int,
@@ -170,13 +192,13 @@ def form_batches(
 ) -> list[list[Batch]]:
     """This rank's samples, in order, as optimizer batches of `batch_sizes` samples, each cut into micro-batches.
 
-    advantages [N, >=T] fp32, response_mask [N, >=T] bool. An optimizer batch without a sample has no micro-batch.
+    response_mask [N, >=T] bool. An optimizer batch without a sample has no micro-batch.
     """
     batches, start = [], 0
     for size in batch_sizes:
         splits = micro_batches(samples[start : start + size], max_tokens)
-        rows = [[start + i for i in split] for split in splits]
-        batches.append([collate([samples[i] for i in r], advantages[r], response_mask[r], device) for r in rows])
+        rows = [slice(start + split[0], start + split[-1] + 1) for split in splits]
+        batches.append([collate(samples[r], response_mask[r], device, r) for r in rows])
         start += size
     return batches
 
@@ -184,7 +206,7 @@ def form_batches(
 def empty_batch(device: torch.device) -> Batch:
     """A micro-batch without a token to train on: what a rank computes while another one still has work."""
     nothing = SimpleNamespace(prompt_ids=[0], response_ids=[0], logprobs=[0.0], group=0)
-    return collate([nothing], torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool), device)
+    return collate([nothing], torch.zeros(1, 1, dtype=torch.bool), device)
 
 
 # ---------------------------------------------------------------------------------------------- token log-probs
@@ -253,11 +275,24 @@ def register_attention(config: PretrainedConfig) -> str:
     return PACKED_ATTENTION
 
 
+def load_model(model_path: str, dtype: torch.dtype = torch.float32, activation_checkpointing: bool = False) -> torch.nn.Module:
+    """A causal language model on the CPU, with packed attention and no dropout, not yet sharded."""
+    attention = register_attention(AutoConfig.from_pretrained(model_path))
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=attention)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # train() is for checkpointing alone: log-probs must not be noisy
+    return model.train()
+
+
 class _TargetLogprobs(torch.autograd.Function):
-    """log_softmax(logits / temperature) at the targets, and the entropy, `CHUNK` rows at a time.
+    """log_softmax(logits / temperature) at the targets, and the entropy H, `CHUNK` rows at a time.
 
     The only [M, V] tensors alive are the logits and, in the backward pass, their gradient, both in the model's dtype; the
-    float32 work happens on a chunk. d logp_m / d logits_mv = (1[v = target] - softmax_mv) / temperature.
+    float32 work happens on a chunk. With p = softmax(logits / temperature):
+    d logp_m / d logits_mv = (1[v = target] - p_mv) / temperature;  d H_m / d logits_mv = -p_mv (log p_mv + H_m) / temperature.
     """
 
     @staticmethod
@@ -269,46 +304,69 @@ class _TargetLogprobs(torch.autograd.Function):
             picked.append(scaled.gather(1, target[:, None])[:, 0] - normalizer)
             entropies.append(normalizer - (torch.softmax(scaled, dim=-1) * scaled).sum(-1))
             normalizers.append(normalizer)
-        ctx.save_for_backward(logits, targets, torch.cat(normalizers))
-        ctx.temperature = temperature
         entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(logits, targets, torch.cat(normalizers), entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # no gradient is None: an unused entropy costs nothing
         return torch.cat(picked), entropy
 
     @staticmethod
-    def backward(ctx, grad_picked: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, targets, normalizers = ctx.saved_tensors
+    def backward(ctx, grad_picked: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+        logits, targets, normalizers, entropy = ctx.saved_tensors
+        grad_picked = torch.zeros_like(normalizers) if grad_picked is None else grad_picked
+        grad_entropy = entropy.new_zeros(0) if grad_entropy is None else grad_entropy
         grad = torch.empty_like(logits)
-        parts = (t.split(CHUNK) for t in (logits, targets, normalizers, grad_picked, grad))
-        for part, target, normalizer, scale, out in zip(*parts):
-            scale = scale[:, None] / ctx.temperature  # [m, 1]
-            softmax = (part.float() / ctx.temperature - normalizer[:, None]).exp_()
-            softmax.mul_(-scale).scatter_add_(1, target[:, None], scale)
-            out.copy_(softmax)
+        for start in range(0, len(logits), CHUNK):
+            part = slice(start, start + CHUNK)
+            scale = grad_picked[part, None] / ctx.temperature  # [m, 1]
+            logp = logits[part].float() / ctx.temperature - normalizers[part, None]  # [m, V]
+            if len(grad_entropy):
+                coefficient = scale + (logp + entropy[part, None]) * (grad_entropy[part, None] / ctx.temperature)
+                out = logp.exp_().mul_(-coefficient)
+            else:
+                out = logp.exp_().mul_(-scale)
+            grad[part] = out.scatter_add_(1, targets[part, None], scale)
         return grad, None, None
+
+
+def _model_inputs(batch: Batch) -> dict:
+    """What a model with packed attention reads of a batch."""
+    names = ("input_ids", "position_ids", "prompt_index", "response_index", "response_prompt", "visible", "unpack_index")
+    return {name: getattr(batch, name) for name in names} | {"use_cache": False}
 
 
 def token_logprobs(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the sampled tokens, log_softmax(logits / temperature), and the entropy of that distribution.
 
-    Only positions under `response_mask` go through the output head; both results are [B, T] fp32 and 0 elsewhere.
-    The entropy carries no gradient.
+    Only positions under `response_mask` go through the output head; both results are [B, T] fp32 with gradients, 0 elsewhere.
     """
     mask = batch.response_mask
-    logits = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        logits_to_keep=batch.logit_index[mask],
-        use_cache=False,
-        prompt_index=batch.prompt_index,
-        response_index=batch.response_index,
-        response_prompt=batch.response_prompt,
-        visible=batch.visible,
-        unpack_index=batch.unpack_index,
-    ).logits[0]  # [num_tokens, V]
+    logits = model(logits_to_keep=batch.logit_index[mask], **_model_inputs(batch)).logits[0]  # [num_tokens, V]
     picked, entropy = _TargetLogprobs.apply(logits, batch.targets[mask], temperature)
     zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return zeros.masked_scatter(mask, picked), zeros.masked_scatter(mask, entropy)
+
+
+class Critic(torch.nn.Module):
+    """A backbone of its own with a linear head, which starts at 0: the value of the state before each response token."""
+
+    def __init__(self, backbone: torch.nn.Module, hidden_size: int):
+        super().__init__()
+        self.backbone = backbone
+        self.head = torch.nn.Linear(hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, keep: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        """keep [M] int64, packed positions -> [M, 1] values."""
+        return self.head(self.backbone(**inputs).last_hidden_state[0, keep])
+
+
+def token_values(critic: Critic, batch: Batch) -> torch.Tensor:
+    """V of the state in which each response token was sampled: [B, T] fp32, 0 outside the mask."""
+    mask = batch.response_mask
+    values = critic(batch.logit_index[mask], **_model_inputs(batch))[:, 0].float()
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
 
 
 # ---------------------------------------------------------------------------------------------- policy losses
@@ -320,53 +378,231 @@ def log_ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor, mask: torch.T
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def _clip_metrics(
+    ratio: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor, clip_low: float, clip_high: float
+) -> dict:
+    """Shares of tokens whose ratio is outside the clip range on the side where the clipped surrogate of PPO is flat."""
+    low = (ratio < 1 - clip_low) & (advantages < 0) & response_mask
+    high = (ratio > 1 + clip_high) & (advantages > 0) & response_mask
+    count = response_mask.sum()
+    return {"policy/clip_fraction_low": (low.sum(), count), "policy/clip_fraction_high": (high.sum(), count)}
+
+
+def _clipped_surrogate(ratio, advantages, response_mask, clip_low, clip_high) -> tuple[torch.Tensor, dict]:
+    advantages = torch.where(response_mask, advantages, 0.0)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    token_loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    return token_loss, _clip_metrics(ratio.detach(), advantages, response_mask, clip_low, clip_high)
+
+
 def ppo(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[torch.Tensor, dict]:
+    """l_it = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), with dual_clip c: min(that, -c A) where A < 0
+
+    ratio = exp(logprobs - old_logprobs). Clipped surrogate of PPO (arXiv 1707.06347), asymmetric as in DAPO (arXiv 2503.14476),
+    dual clip of arXiv 1912.09729. All tensors [B, T]; returns (token loss [B, T], metrics). With ratio = 1 the gradient is
+    REINFORCE's.
+    """
+    ratio = log_ratio(logprobs, old_logprobs, response_mask).exp()
+    token_loss, metrics = _clipped_surrogate(ratio, advantages, response_mask, clip_low, clip_high)
+    if dual_clip is not None:
+        advantages = torch.where(response_mask, advantages, 0.0)
+        bound = -dual_clip * advantages
+        beyond = (advantages < 0) & (token_loss > bound)
+        token_loss = torch.where(beyond, bound, token_loss)
+        metrics["policy/dual_clip_fraction"] = (beyond.sum(), response_mask.sum())
+    return token_loss, metrics
+
+
+def gspo(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, dict]:
-    """Clipped surrogate of PPO (arXiv 1707.06347), asymmetric as in DAPO (arXiv 2503.14476).
+    """l_it = max(-s_i A, -clip(s_i, 1 - clip_low, 1 + clip_high) A), s_i = exp(mean_t(logprobs - old_logprobs)) of response i
 
-        ratio = exp(logprobs - old_logprobs);  loss = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A)
+    Group sequence policy optimisation (arXiv 2507.18071); the gradient goes through the mean. All tensors [B, T]; returns
+    (token loss [B, T], metrics). With s = 1 and one token a response it is `ppo`.
+    """
+    difference = torch.where(response_mask, logprobs, 0.0) - torch.where(response_mask, old_logprobs, 0.0)
+    mean = difference.sum(1, keepdim=True) / response_mask.sum(1, keepdim=True).clamp(min=1)
+    ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand(logprobs.shape)
+    return _clipped_surrogate(ratio, advantages, response_mask, clip_low, clip_high)
 
-    All tensors [B, T]; returns (token loss [B, T], metrics). With ratio = 1 the gradient is REINFORCE's.
+
+def sapo(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+) -> tuple[torch.Tensor, dict]:
+    """l_it = -(4 / tau) sigmoid(tau (ratio - 1)) A, tau = tau_positive where A > 0, else tau_negative
+
+    Soft adaptive policy optimisation (arXiv 2511.20347): a gate in place of a clip. All tensors [B, T]; returns (token loss
+    [B, T], no metrics). With ratio = 1 the gradient is REINFORCE's.
     """
     ratio = log_ratio(logprobs, old_logprobs, response_mask).exp()
     advantages = torch.where(response_mask, advantages, 0.0)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    token_loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages, {}
+
+
+def cispo(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict]:
+    """l_it = -stopgrad(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprobs
+
+    Clipped importance-sampling weights (CISPO, arXiv 2506.13585): every token keeps a gradient. All tensors [B, T]; returns
+    (token loss [B, T], metrics). With ratio = 1 it is `reinforce`.
+    """
+    ratio = log_ratio(logprobs, old_logprobs, response_mask).exp().detach()
+    advantages = torch.where(response_mask, advantages, 0.0)
+    token_loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * torch.where(response_mask, logprobs, 0.0)
+    return token_loss, _clip_metrics(ratio, advantages, response_mask, clip_low, clip_high)
+
+
+def reinforce(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
+) -> tuple[torch.Tensor, dict]:
+    """l_it = -A logprobs
+
+    No ratio (Williams 1992): `old_logprobs` are not read. All tensors [B, T]; returns (token loss [B, T], no metrics).
+    """
+    return -torch.where(response_mask, advantages, 0.0) * torch.where(response_mask, logprobs, 0.0), {}
+
+
+def policy_metrics(logprobs: torch.Tensor, old_logprobs: torch.Tensor, response_mask: torch.Tensor) -> dict:
+    """The ratio, and how many log-ratios had to be bounded: whatever the loss does with them."""
+    ratio = log_ratio(logprobs, old_logprobs, response_mask).exp()
     count = response_mask.sum()
-    with torch.no_grad():
-        low = (ratio < 1 - clip_low) & (advantages < 0) & response_mask
-        high = (ratio > 1 + clip_high) & (advantages > 0) & response_mask
-        metrics = {
-            "policy/ratio": (torch.where(response_mask, ratio, 0.0).sum(), count),
-            "policy/clip_fraction_low": (low.sum(), count),
-            "policy/clip_fraction_high": (high.sum(), count),
-        }
-    return token_loss, metrics
+    beyond = ((logprobs - old_logprobs).abs() > MAX_LOG_RATIO) & response_mask
+    return {
+        "policy/ratio": (torch.where(response_mask, ratio, 0.0).sum(), count),
+        "policy/bounded_log_ratio": (beyond.sum(), count),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- engine against trainer
+
+
+def mismatch_weight(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    response_mask: torch.Tensor,
+    mode: str,
+    level: str,
+    low: float,
+    cap: float,
+) -> tuple[torch.Tensor, dict]:
+    """Weight of each token's policy loss for the engine's log-probs not being the trainer's: [B, T], without gradient.
+
+        ratio = exp(old_logprobs - rollout_logprobs), of a token, or with level "sequence" of a response (the product)
+        truncate: min(ratio, cap), truncated importance sampling;  none: 1
+        mask: the ratio where it lies within [low, cap], else 0, as in IcePop
+
+    A token whose engine log-prob is not finite has weight 0 in every mode, and is no part of its response's product.
+    All [B, T]; also returns metrics.
+    """
+    known = response_mask & torch.isfinite(rollout_logprobs)
+    difference = torch.where(known, old_logprobs, 0.0) - torch.where(known, rollout_logprobs, 0.0)
+    if level == "sequence":
+        difference = difference.sum(1, keepdim=True).expand(difference.shape)
+    ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().detach()
+    outside = (ratio > cap) | ((ratio < low) if mode == "mask" else torch.zeros_like(known))
+    corrected = torch.where(outside, 0.0, ratio) if mode == "mask" else ratio.clamp(max=cap)
+    weight = torch.where(known, torch.ones_like(ratio) if mode == "none" else corrected, 0.0)
+    count = response_mask.sum()
+    metrics = {
+        "policy/mismatch_weight": (weight.sum(), count),
+        "policy/mismatch_outside": ((outside & known).sum() if mode != "none" else 0, count),
+    }
+    return weight, metrics
+
+
+def engine_gap(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_mask: torch.Tensor) -> tuple[dict, float]:
+    """How far the trainer's log-probs are from the engine's on its own samples: (metrics, largest abs difference)."""
+    known = response_mask & torch.isfinite(rollout_logprobs)
+    trainer, engine = logprobs[known], rollout_logprobs[known]
+    gap = (trainer - engine).abs()
+    metrics = {
+        "rollout/logprob_diff": (gap.sum(), gap.numel()),
+        "rollout/kl_k3": (k3(engine, trainer).sum(), gap.numel()),
+        "rollout/nonfinite_logprobs": ((response_mask & ~known).sum(), response_mask.sum()),
+    }
+    return metrics, float(gap.max()) if gap.numel() else 0.0
+
+
+# ---------------------------------------------------------------------------------------------- value loss
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    value_clip: float,
+) -> tuple[torch.Tensor, dict]:
+    """l_it = max((V_clip - R)^2, (V - R)^2) / 2, V_clip = V_old + clip(V - V_old, -value_clip, value_clip)
+
+    Clipped value loss of PPO. All tensors [B, T]; returns (token loss [B, T], metrics).
+    """
+    values, old_values, returns = (torch.where(response_mask, x, 0.0) for x in (values, old_values, returns))
+    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    plain, bounded = (values - returns).square(), (clipped - returns).square()
+    metrics = {"loss/value_clip_fraction": (((bounded > plain) & response_mask).sum(), response_mask.sum())}
+    return torch.maximum(plain, bounded) / 2, metrics
 
 
 # ---------------------------------------------------------------------------------------------- KL
 
 
 def k1(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
-    """x = logprobs - base_logprobs (http://joschu.net/blog/kl-approx.html). Any shape."""
+    """x = logprobs - base_logprobs
+
+    Any shape (http://joschu.net/blog/kl-approx.html). In a loss its expected gradient is 0.
+    """
     return logprobs - base_logprobs
 
 
 def k2(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
-    """x^2 / 2, x as in `k1`."""
+    """x^2 / 2, x = logprobs - base_logprobs"""
     return (logprobs - base_logprobs).square() / 2
 
 
 def k3(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
-    """exp(-x) - 1 + x, x as in `k1`; -x is bounded before exp, so that value and gradient stay finite."""
+    """exp(-x) - 1 + x, x = logprobs - base_logprobs
+
+    -x is bounded before exp, so that value and gradient stay finite.
+    """
     x = logprobs - base_logprobs
     return (-x).clamp(max=MAX_LOG_RATIO).exp() - 1 + x
+
+
+def kl_to(estimator: str, logprobs: torch.Tensor, base_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The estimate for each token, 0 outside the mask whatever stands there: [B, T]."""
+    inside = (torch.where(response_mask, x, 0.0) for x in (logprobs, base_logprobs))
+    return torch.where(response_mask, KL_ESTIMATORS[estimator](*inside), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------- aggregation
@@ -382,23 +618,32 @@ class Denominators:
 
 
 def token_mean(token_loss: torch.Tensor, response_mask: torch.Tensor, total: Denominators) -> torch.Tensor:
-    """sum m l / sum m: this micro-batch's share ([B, T] -> scalar); shares add up over micro-batches and ranks."""
+    """sum_it m l / sum_it m
+
+    This micro-batch's share ([B, T] -> scalar); shares add up over micro-batches and ranks. No token anywhere: 0.
+    """
     return torch.where(response_mask, token_loss, 0.0).sum() / max(total.num_tokens, 1)
 
 
 def sequence_mean(token_loss: torch.Tensor, response_mask: torch.Tensor, total: Denominators) -> torch.Tensor:
-    """(1/N) sum_i mean_t: the share of this micro-batch. An empty response adds 0 and still counts in N."""
+    """(1 / N) sum_i (sum_t m l / T_i)
+
+    The share of this micro-batch. An empty response adds 0 and still counts in N.
+    """
     lengths = response_mask.sum(1).clamp(min=1)
     return (torch.where(response_mask, token_loss, 0.0).sum(1) / lengths).sum() / total.num_sequences
 
 
 def sequence_sum_norm(token_loss: torch.Tensor, response_mask: torch.Tensor, total: Denominators) -> torch.Tensor:
-    """sum m l / (N * max_response_tokens) (Dr.GRPO, arXiv 2503.20783): the share of this micro-batch."""
+    """sum_it m l / (N max_response_tokens)
+
+    Dr.GRPO (arXiv 2503.20783): the share of this micro-batch.
+    """
     summed = torch.where(response_mask, token_loss, 0.0).sum()
     return summed / (total.num_sequences * total.max_response_tokens)
 
 
-POLICY_LOSSES: dict[str, Callable] = {"ppo": ppo}
+POLICY_LOSSES: dict[str, Callable] = {"ppo": ppo, "gspo": gspo, "sapo": sapo, "cispo": cispo, "reinforce": reinforce}
 KL_ESTIMATORS: dict[str, Callable] = {"k1": k1, "k2": k2, "k3": k3}
 AGGREGATIONS: dict[str, Callable] = {
     "token_mean": token_mean,

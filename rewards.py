@@ -1,6 +1,7 @@
 """Reward functions and the matrix of reward components that they fill.
 
-Public: `REWARDS`, `score`, `parse_weights`, `final_answer`, `numbers_in`, `gold_number`.
+Public: `REWARDS`, `score`, `parse_weights`, `final_answer`, `numbers_in`, `gold_number`,
+`load_function`.
 
 A reward function takes `(response, row)`: the response's text, cut before the end-of-sequence token, and the data set's row
 with `question`, `answer` and `scorer` besides its own columns; it returns a number, or None to abstain. N samples, K rewards.
@@ -9,11 +10,13 @@ Not here on purpose: weighting and normalising (advantages.py), and token ids: t
 
 import difflib
 import functools
+import importlib.util
 import math
 import numbers
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -122,6 +125,24 @@ def score(names: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping
             value, counts = _component(name, REWARDS[name](response, row))
             components[i, k], scored[i, k] = value, counts
     return components, scored
+
+
+def load_function(place: str, flag: str = "--reward-hook") -> Callable:
+    """The function at `path.py:name`, whose file is run once. Errors: ValueError naming `flag`, the file and what is wrong."""
+    path, _, name = place.rpartition(":")
+    if not path.endswith(".py") or not name:
+        raise ValueError(f"{flag} {place}: expected path.py:function")
+    try:
+        spec = importlib.util.spec_from_file_location(Path(path).stem, Path(path).expanduser())
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as e:
+        raise ValueError(f"{flag} {place}: running {path} (seen from {Path.cwd()}) gave {type(e).__name__}: {e}") from e
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise ValueError(f"{flag} {place}: {path} has no function {name}; it has {', '.join(functions) or 'none'}")
+    return found
 
 
 def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:

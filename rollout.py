@@ -13,7 +13,7 @@ import json
 import os
 import string
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from dist_utils import Meter, gather_objects, is_first_rank, run_together
 
 # ---------------------------------------------------------------------------------------------- rows
 
@@ -413,8 +415,8 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights and forget everything computed with the old ones. Uses the iterator to its end."""
 
-    def sleep(self) -> None:
-        """Give accelerator memory back while the trainer works."""
+    def sleep(self, keep_weights: bool) -> None:
+        """Give accelerator memory back while the trainer works; `keep_weights` where none will be pushed."""
 
     def wake_up(self, tags: list[str]) -> None:
         """Take memory again: "weights" before `load_weights`, "kv_cache" after it."""
@@ -445,6 +447,50 @@ def sample_groups(
             text = tokenizer.decode(shown, skip_special_tokens=False)
             samples.append(Sample(ids, r.token_ids, r.logprobs, r.finish_reason, text, prompts.rows[index], group))
     return samples
+
+
+def trained_tokens(samples: list[Sample], scored: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """[N, max_tokens] bool: every sampled token, by length; none of a sample that no reward scored (scored [N, K])."""
+    lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)  # [N]
+    return (torch.arange(max_tokens)[None] < lengths[:, None]) & scored.any(1)[:, None]
+
+
+def measure_samples(meter: Meter, samples: list[Sample]) -> None:
+    """Metrics of the samples alone."""
+    lengths = [len(s.response_ids) for s in samples]
+    meter.mean("rollout/response_tokens", sum(lengths), len(samples))
+    meter.peak("rollout/response_tokens_max", max(lengths, default=0))
+    meter.mean("rollout/prompt_tokens", sum(len(s.prompt_ids) for s in samples), len(samples))
+    meter.mean("rollout/finished", sum(s.finish_reason == "stop" for s in samples), len(samples))
+    meter.total("perf/tokens_sampled", sum(lengths))
+
+
+def write_samples(
+    path: Path, samples: list[Sample], reward_names: Sequence[str], components: torch.Tensor, scores: torch.Tensor | None = None
+) -> None:
+    """All ranks' samples as one JSONL file, in the order of their prompts; rank 0 writes. Uses collectives."""
+    records = [
+        {
+            "group": s.group,
+            "question": s.row["question"],
+            "answer": s.row["answer"],
+            "response": s.text,
+            "finish_reason": s.finish_reason,
+            "response_tokens": len(s.response_ids),
+            **{name: components[i, k].item() for k, name in enumerate(reward_names)},
+            **({} if scores is None else {"score": scores[i].item()}),
+        }
+        for i, s in enumerate(samples)
+    ]
+    ranks = gather_objects(records)
+
+    def write() -> None:
+        if is_first_rank():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ordered = sorted((r for part in ranks for r in part), key=lambda r: r["group"])
+            path.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in ordered))
+
+    run_together(f"writing {path.name}", write)
 
 
 # ---------------------------------------------------------------------------------------------- engines
@@ -525,9 +571,9 @@ class VLLMEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after a weight push: a request is still running")
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool) -> None:
         if self.on_gpu:
-            self.llm.sleep(level=2)  # weights are pushed before the next use, so none are kept
+            self.llm.sleep(level=1 if keep_weights else 2)  # 1 keeps the weights in CPU memory
 
     def wake_up(self, tags: list[str]) -> None:
         if self.on_gpu:
@@ -609,7 +655,7 @@ class HFEngine:
         if missing:
             raise RuntimeError(f"weight push left {len(missing)} parameters of the engine as they were: {sorted(missing)[:5]}")
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool) -> None:
         """Nothing to give back: the reference engine is for small models."""
 
     def wake_up(self, tags: list[str]) -> None:
@@ -617,12 +663,6 @@ class HFEngine:
 
     def close(self) -> None:
         del self.model
-
-
-def finished_fraction(samples: Iterable[Sample]) -> tuple[int, int]:
-    """(samples ended by an EOS id, samples)."""
-    reasons = [s.finish_reason for s in samples]
-    return reasons.count("stop"), len(reasons)
 
 
 ENGINES = {"vllm": VLLMEngine, "hf": HFEngine}

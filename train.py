@@ -10,9 +10,7 @@ Shapes: N samples of this rank, K rewards, T response tokens, [B, T] in a micro-
 
 import dataclasses
 import difflib
-import functools
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -108,14 +106,60 @@ class Config:
     """Optimizer batches that a rollout is cut into, by prompts."""
     epochs_per_rollout: int = 1
     """Times that each optimizer batch is trained on."""
-    clip_low: float | None = None
-    """Lower clip of the ratio, 1 - clip_low; default: the algorithm's."""
-    clip_high: float | None = None
-    """Upper clip of the ratio, 1 + clip_high; default: the algorithm's."""
-    aggregation: str | None = None
-    """token_mean, sequence_mean or sequence_sum_norm; default: the algorithm's."""
+    push_every: int = 1
+    """Steps between weight pushes to the engine; over 1, samples are of older weights."""
+    normalize_rewards: bool = True
+    """Apply the algorithm's group stage; off: the weighted sum of rewards as it is."""
+    reward_hook: str | None = None
+    """path.py:function in place of the group stage: (rewards [N], groups [N]) -> scores [N]."""
     normalize_advantages: bool = False
     """Whiten advantages over the valid tokens of each optimizer batch."""
+    gamma: float | None = None
+    """Discount of a return."""
+    gae_lambda: float | None = None
+    """Lambda of generalised advantage estimation."""
+    shadow: tuple[str, ...] = ()
+    """Algorithms whose advantages on the same samples are compared in the log, and not trained on."""
+
+    # Loss: where nothing is given, the algorithm's number holds
+    clip_low: float | None = None
+    """Lower clip of the ratio, 1 - clip_low."""
+    clip_high: float | None = None
+    """Upper clip of the ratio, 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss where A < 0: -dual_clip A; over 1."""
+    tau_positive: float | None = None
+    """Temperature of a soft gate where A > 0."""
+    tau_negative: float | None = None
+    """Temperature of a soft gate elsewhere."""
+    aggregation: str | None = None
+    """token_mean, sequence_mean or sequence_sum_norm."""
+    kl_coef: float | None = None
+    """Weight of the KL to the reference model; 0: none is built."""
+    kl_estimator: str | None = None
+    """k1, k2 or k3."""
+    kl_place: Literal["loss", "reward"] | None = None
+    """Where the KL goes."""
+    reference_update_every: int = 0
+    """Steps after which the reference takes the policy's weights; 0: never."""
+    offload_reference: bool = False
+    """Keep the reference's shards in CPU memory between uses."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    mismatch: Literal["truncate", "mask", "none"] = "truncate"
+    """Weight for trainer against engine: min(ratio, cap), the ratio within [low, cap] else 0, or 1."""
+    mismatch_level: Literal["token", "sequence"] = "token"
+    """Ratio of a token, or the product over a response."""
+    mismatch_low: float = 0.5
+    """Lower end for `mask`."""
+    mismatch_cap: float = 2.0
+    """Upper end."""
+    critic_lr: float | None = None
+    """Learning rate of the critic."""
+    critic_warmup_steps: int | None = None
+    """First steps in which the critic alone is trained."""
+    value_clip: float | None = None
+    """Values move at most so far from the old ones in the value loss."""
 
     # Optimisation
     steps: int = 100
@@ -175,54 +219,29 @@ class Config:
         """Optimizer steps a rollout."""
         return self.optimizer_steps_per_rollout * self.epochs_per_rollout
 
+    def number(self, name: str) -> float | None:
+        """The flag `name`, or where it is not given the algorithm's."""
+        own = getattr(self, name)
+        return getattr(self.spec, name) if own is None else own
+
+    def numbers(self, function) -> dict[str, float | None]:
+        """The numbers that a loss or a batch stage reads."""
+        return {name: self.number(name) for name in adv.options_of(function)}
+
     @property
-    def clip(self) -> tuple[float, float]:
-        """(low, high) in force."""
-        low, high = self.clip_low, self.clip_high
-        return (self.spec.clip_low if low is None else low, self.spec.clip_high if high is None else high)
+    def warmup_rollouts(self) -> int:
+        """Steps in which only a critic is trained."""
+        return int(self.number("critic_warmup_steps")) if self.spec.needs_critic else 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL is a part of the token rewards."""
+        return self.number("kl_coef") > 0 and self.number("kl_place") == "reward"
 
     @property
     def weights(self) -> list[float]:
         """One weight a reward."""
         return rw.parse_weights(self.rewards, self.reward_weights)
-
-
-METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ranks)
-    "reward/<name>": ("a reward's value over the samples that it scored", "mean"),
-    "reward/total": ("weighted sum of the rewards", "mean"),
-    "reward/<name>_abstained": ("samples on which the reward returned None", "sum"),
-    "reward/<name>_zero_std": ("groups in which the reward is constant", "mean"),
-    "rollout/response_tokens": ("length of a response, EOS included", "mean"),
-    "rollout/response_tokens_max": ("length of the longest response", "max"),
-    "rollout/prompt_tokens": ("length of a prompt", "mean"),
-    "rollout/finished": ("responses that ended with an EOS token", "mean"),
-    "rollout/groups_without_signal": ("groups whose scores are all equal as float32", "mean"),
-    "rollout/epoch": ("epochs of the data begun or done, as a fraction", "max"),
-    "rollout/logprob_diff": ("abs(trainer log-prob - engine log-prob) of the sampled tokens, same weights", "mean"),
-    "rollout/logprob_diff_max": ("the largest of these", "max"),
-    "rollout/kl_k3": ("k3 of trainer against engine, same weights", "mean"),
-    "advantage/abs": ("abs(advantage) over response tokens", "mean"),
-    "advantage/max": ("largest abs(advantage)", "max"),
-    "loss/policy": ("the aggregated policy loss, averaged over the step's updates", "sum of shares"),
-    "policy/entropy": ("entropy of the sampling distribution at response tokens", "mean"),
-    "policy/ratio": ("exp(log-prob - old log-prob)", "mean"),
-    "policy/clip_fraction_low": ("tokens with A < 0 and ratio < 1 - clip_low", "mean"),
-    "policy/clip_fraction_high": ("tokens with A > 0 and ratio > 1 + clip_high", "mean"),
-    "optim/grad_norm": ("global L2 norm of the gradient before clipping", "mean"),
-    "optim/lr": ("learning rate of the step's last update", "max"),
-    "perf/seconds_<phase>": (
-        "seconds of sample, grade, advantage, update, push, eval, other; they add up to step",
-        "mean",
-    ),
-    "perf/seconds_step": ("wall time of the step", "mean"),
-    "perf/tokens_sampled": ("response tokens", "sum"),
-    "perf/tokens_computed": ("packed prompt and response tokens that the trainer read", "sum"),
-    "perf/tokens_per_second": ("sampled tokens by the step's wall time, all ranks together", "ratio"),
-    "perf/peak_memory_gib": ("largest memory of a rank so far: GPU allocator, or resident set on CPU", "max"),
-    "eval/<mode>/<name>": ("a reward over the held-out prompts, greedy or sampled", "mean"),
-    "eval/<mode>/response_tokens": ("length of a response to them", "mean"),
-}
-PHASES = ("sample", "grade", "advantage", "update", "push", "eval", "other")
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -302,7 +321,9 @@ def parse(argv: Sequence[str]) -> Config:
 def find_problems(cfg: Config) -> list[str]:
     """Everything that can be known to be wrong before a model or a data set is loaded."""
     problems = list(adv.check(cfg))
-    for read, value in ((ro.read_few_shot, cfg.few_shot), (ro.read_params, cfg.dataset_params)):
+    problems += unread_flags(cfg) if cfg.algorithm in adv.ALGORITHMS else []
+    readers = ((ro.read_few_shot, cfg.few_shot), (ro.read_params, cfg.dataset_params), (rw.load_function, cfg.reward_hook))
+    for read, value in readers:
         try:
             if value is not None:
                 read(value)
@@ -315,12 +336,15 @@ def find_problems(cfg: Config) -> list[str]:
     except ValueError as e:
         problems.append(str(e))
     counts = ("max_prompt_tokens", "max_response_tokens", "prompts_per_step", "samples_per_prompt", "steps", "kv_cache_gib")
-    counts += ("optimizer_steps_per_rollout", "epochs_per_rollout", "micro_batch_tokens")
-    from_zero = ("warmup_steps", "eval_every", "eval_prompts", "weight_decay", "seed")
+    counts += ("optimizer_steps_per_rollout", "epochs_per_rollout", "micro_batch_tokens", "push_every")
+    from_zero = ("warmup_steps", "eval_every", "eval_prompts", "weight_decay", "seed", "reference_update_every")
+    from_zero += ("kl_coef", "entropy_coef", "critic_warmup_steps", "mismatch_low")
     for name, low in [*((n, 1) for n in counts), *((n, 0) for n in from_zero)]:
-        if not low <= getattr(cfg, name) < float("inf"):
-            problems.append(f"{_flag(name)} {getattr(cfg, name)}: must be at least {low}")
-    for name in ("temperature", "lr", "max_grad_norm", "max_logprob_diff", "clip_low", "clip_high"):
+        value = getattr(cfg, name)
+        if value is not None and not low <= value < float("inf"):
+            problems.append(f"{_flag(name)} {value}: must be at least {low}, and finite")
+    positive = ("temperature", "lr", "max_grad_norm", "max_logprob_diff", "clip_low", "clip_high", "mismatch_cap")
+    for name in (*positive, "tau_positive", "tau_negative", "critic_lr", "value_clip"):
         value = getattr(cfg, name)
         if value is not None and not 0 < value < float("inf"):
             why = "; greedy samples of a group are all alike, so nothing can be learned" if name == "temperature" else ""
@@ -332,14 +356,34 @@ def find_problems(cfg: Config) -> list[str]:
     for name in ("adam_beta2", "gpu_memory_utilization"):
         if not 0 < getattr(cfg, name) < 1:
             problems.append(f"{_flag(name)} {getattr(cfg, name)}: must lie between 0 and 1")
-    if cfg.aggregation is not None and cfg.aggregation not in losses.AGGREGATIONS:
-        problems.append(f"--aggregation {cfg.aggregation}: unknown; there are {', '.join(losses.AGGREGATIONS)}")
+    for name in ("gamma", "gae_lambda"):
+        if getattr(cfg, name) is not None and not 0 <= getattr(cfg, name) <= 1:
+            problems.append(f"{_flag(name)} {getattr(cfg, name)}: must lie between 0 and 1, both allowed")
+    if cfg.dual_clip is not None and not 1 < cfg.dual_clip < float("inf"):
+        problems.append(f"--dual-clip {cfg.dual_clip}: must be over 1, and finite; usual is 3")
+    if cfg.mismatch_low >= cfg.mismatch_cap:
+        problems.append(f"--mismatch-low {cfg.mismatch_low}: must be below --mismatch-cap {cfg.mismatch_cap}")
+    for name, known in (("aggregation", losses.AGGREGATIONS), ("kl_estimator", losses.KL_ESTIMATORS)):
+        if getattr(cfg, name) is not None and getattr(cfg, name) not in known:
+            problems.append(f"{_flag(name)} {getattr(cfg, name)}: unknown; there are {', '.join(known)}")
+    if cfg.reward_hook is not None and not cfg.normalize_rewards:
+        problems.append(f"--reward-hook {cfg.reward_hook} and --no-normalize-rewards: both replace the group stage; give one")
+    if cfg.eval_every % max(cfg.push_every, 1):
+        problems.append(
+            f"--eval-every {cfg.eval_every}: not a multiple of --push-every {cfg.push_every}; the engine would be evaluated "
+            "with older weights"
+        )
     if cfg.prompts_per_step % max(cfg.optimizer_steps_per_rollout, 1):
         problems.append(
             f"--prompts-per-step {cfg.prompts_per_step}: not divisible by --optimizer-steps-per-rollout "
             f"{cfg.optimizer_steps_per_rollout}; each optimizer batch takes the same number of prompts"
         )
-    updates = cfg.steps * cfg.updates_per_rollout
+    if cfg.algorithm in adv.ALGORITHMS and cfg.warmup_rollouts >= max(cfg.steps, 1):
+        problems.append(
+            f"--critic-warmup-steps {cfg.warmup_rollouts}: the run has {cfg.steps} steps; the policy would never learn"
+        )
+        return problems
+    updates = policy_updates(cfg) if cfg.algorithm in adv.ALGORITHMS else 1
     if cfg.warmup_steps >= max(updates, 1):
         problems.append(f"--warmup-steps {cfg.warmup_steps}: the run has {updates} optimizer steps; warm up over fewer")
     run_dir = Path(cfg.run_dir or "").expanduser()
@@ -350,6 +394,33 @@ def find_problems(cfg: Config) -> list[str]:
     if cfg.model == "embedded" and not (embedded_model_path() / "config.json").exists():
         problems.append(f"--model embedded: {embedded_model_path()} is missing; run python scripts/prepare_model.py")
     return problems
+
+
+def unread_flags(cfg: Config) -> list[str]:
+    """Flags that were given and that nothing in this run would read."""
+    spec, problems = cfg.spec, []
+    readers = {"loss": losses.POLICY_LOSSES[spec.policy_loss], "batch stage": adv.BATCH_STAGES[spec.batch_stage]}
+    every = {"loss": losses.POLICY_LOSSES, "batch stage": adv.BATCH_STAGES}
+    for kind, registry in every.items():
+        for name in dict.fromkeys(n for function in registry.values() for n in adv.options_of(function)):
+            if getattr(cfg, name) is not None and name not in adv.options_of(readers[kind]):
+                having = [n for n, f in registry.items() if name in adv.options_of(f)]
+                fitting = [n for n, a in adv.ALGORITHMS.items() if {a.policy_loss, a.batch_stage} & set(having)]
+                problems.append(
+                    f"{_flag(name)} {getattr(cfg, name)}: the {kind} {readers[kind].__name__} of {cfg.algorithm} does not read "
+                    f"it. Drop the flag, or use --algorithm {'|'.join(fitting)}"
+                )
+    given = {"kl_estimator": cfg.kl_estimator, "kl_place": cfg.kl_place}
+    given |= {n: getattr(cfg, n) or None for n in ("reference_update_every", "offload_reference")}
+    for name, value in given.items():
+        if value is not None and not cfg.number("kl_coef"):
+            problems.append(f"{_flag(name)} {value}: there is no KL term, as --kl-coef is 0. Give --kl-coef, or drop the flag")
+    return problems
+
+
+def policy_updates(cfg: Config) -> int:
+    """Optimizer steps of the policy in the run."""
+    return (cfg.steps - cfg.warmup_rollouts) * cfg.updates_per_rollout
 
 
 def _flag(name: str) -> str:
@@ -364,32 +435,18 @@ def embedded_model_path() -> Path:
 # ---------------------------------------------------------------------------------------------- set-up
 
 
-def load_model(cfg: Config, model_path: str) -> torch.nn.Module:
-    """The policy on the CPU, with fp32 weights, packed attention and no dropout, not yet sharded."""
-    attention = losses.register_attention(AutoConfig.from_pretrained(model_path))
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=attention)
-    if cfg.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # train() is for checkpointing alone: log-probs must not be noisy
-    return model.train()
+def load_critic(cfg: Config, model_path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A critic on a copy of the policy's backbone, sharded; its head computes in float32."""
+    how = (torch.float32, cfg.activation_checkpointing)
+    backbone = du.run_together("loading the critic", losses.load_model, model_path, *how).get_decoder()
+    critic = losses.Critic(backbone, backbone.config.hidden_size)
+    return du.shard_model(critic, list(backbone.layers), dtype, exact=[critic.head])
 
 
-def lr_factor(step: int, schedule: str, warmup: int, total: int) -> float:
-    """Share of the peak learning rate at optimizer step `step` (from 0): linear warm-up, then the decay to 0 at `total`."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)  # never a step that learns nothing
-    done = (step - warmup) / max(total - warmup, 1)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
-
-
-def make_optimizer(cfg: Config, model: torch.nn.Module) -> tuple:
-    """AdamW on the fp32 shards, and its schedule in optimizer steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay)
-    total = cfg.steps * cfg.updates_per_rollout
-    factor = functools.partial(lr_factor, schedule=cfg.lr_schedule, warmup=cfg.warmup_steps, total=total)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def load_reference(cfg: Config, model_path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The policy as it begins, sharded, in the compute dtype and without gradients: KL to it starts at exactly 0."""
+    model = du.run_together("loading the reference", losses.load_model, model_path, dtype).requires_grad_(False)
+    return du.shard_model(model, list(model.get_decoder().layers), dtype, offload=cfg.offload_reference)
 
 
 def make_run_dir(cfg: Config, run_dir: Path) -> None:
@@ -435,9 +492,9 @@ class Run:
     held_out: ro.Prompts | None
     dtype: torch.dtype  # of compute and of the engine
     engine: ro.Engine
-    model: torch.nn.Module  # FSDP2, fp32 shards
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    policy: du.Learner
+    critic: du.Learner | None
+    reference: torch.nn.Module | None  # FSDP2, shards in the compute dtype
     order: ro.PromptOrder
     log: "Log"
 
@@ -455,50 +512,115 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
     if ranks.rank == 0:
         ro.describe_data(prompts, held_out)
+        print(equation(cfg) + plan(cfg, ranks.world_size, model_path), flush=True)
     dtype = du.compute_dtype(cfg.dtype, ranks.device)
     room = (cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_utilization, cfg.kv_cache_gib)
     engine = ro.ENGINES[cfg.engine](model_path, dtype, ranks.device, cfg.seed + ranks.rank, *room)
-    model = du.run_together("loading the model", load_model, cfg, model_path)
+    how = (torch.float32, cfg.activation_checkpointing)
+    model = du.run_together("loading the model", losses.load_model, model_path, *how)
     model = du.shard_model(model, list(model.get_decoder().layers), dtype)
-    optimizer, scheduler = make_optimizer(cfg, model)
+    adamw = (cfg.lr_schedule, cfg.warmup_steps, cfg.adam_beta2, cfg.weight_decay)
+    policy = du.Learner(model, cfg.lr, policy_updates(cfg), *adamw)
+    critic = reference = None
+    if cfg.spec.needs_critic:
+        critic = load_critic(cfg, model_path, dtype)
+        critic = du.Learner(critic, cfg.number("critic_lr"), cfg.steps * cfg.updates_per_rollout, *adamw, "critic_")
+    if cfg.number("kl_coef"):
+        reference = load_reference(cfg, model_path, dtype)
     order = ro.PromptOrder(len(prompts.rows), cfg.seed)
     log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
     data = (tokenizer, eos, prompts, held_out)
-    return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, model, optimizer, scheduler, order, log)
+    return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, policy, critic, reference, order, log)
+
+
+def equation(cfg: Config) -> str:
+    """What this configuration trains on, as formulas: the first lines of the docstrings of what it looked up."""
+    spec = cfg.spec
+    stage, loss = adv.BATCH_STAGES[spec.batch_stage], losses.POLICY_LOSSES[spec.policy_loss]
+    group = adv.GROUP_STAGES[spec.group_stage if cfg.normalize_rewards else "none"]
+    numbers = {n: v for n, v in (cfg.numbers(loss) | cfg.numbers(stage)).items() if v is not None}
+    estimator, place, coef = (cfg.number(n) for n in ("kl_estimator", "kl_place", "kl_coef"))
+    weight = {"truncate": f"min(q, {cfg.mismatch_cap:g})", "none": "1"}
+    weight["mask"] = f"q where {cfg.mismatch_low:g} <= q <= {cfg.mismatch_cap:g}, else 0"
+    weight = weight[cfg.mismatch] + f", q = exp(old_logprobs - rollout_logprobs) of a {cfg.mismatch_level}"
+    aggregation = losses.AGGREGATIONS[cfg.aggregation or spec.aggregation]
+    terms = "w l" + (f" + {coef:g} KL" if coef and place == "loss" else "")
+    terms += f" - {cfg.entropy_coef:g} H" if cfg.entropy_coef else ""
+    score = f"s_i = {adv.formula_of(group)}" if cfg.reward_hook is None else f"s = {cfg.reward_hook}(r, groups)"
+    lines = [
+        f"{cfg.algorithm}: L = {adv.formula_of(aggregation).replace('m l', f'm ({terms})')}",
+        f"  sums over one optimizer batch, all micro-batches and ranks: N = {batch_sequences(cfg)} sequences",
+        f"  {adv.formula_of(loss)}",
+        f"  {adv.formula_of(stage)}" + (", then whitened over its tokens" if cfg.normalize_advantages else ""),
+        f"  {score}, w = {', '.join(f'{n} {w:g}' for n, w in zip(cfg.rewards, cfg.weights))}",
+        f"  w_it = {weight}" if cfg.mismatch != "none" else "  w_it = 1",
+    ]
+    if coef:
+        of = "logprobs" if place == "loss" else "old_logprobs"
+        moving = f", which follows every {cfg.reference_update_every} steps" if cfg.reference_update_every else ""
+        kl = adv.formula_of(losses.KL_ESTIMATORS[estimator]).replace("x = logprobs - base_logprobs", f"x = {of} - ref_logprobs")
+        lines.append(f"  KL = {kl.removeprefix('x = ')} in the {place}, kl_coef {coef:g}{moving}")
+    lines += [f"  {', '.join(f'{n} {v:g}' for n, v in numbers.items())}"] if numbers else []
+    return "\n".join(lines) + "\n"
+
+
+def batch_sequences(cfg: Config) -> int:
+    """Samples of an optimizer batch over all ranks."""
+    return cfg.prompts_per_step // cfg.optimizer_steps_per_rollout * cfg.samples_per_prompt
+
+
+def plan(cfg: Config, world_size: int, model_path: str) -> str:
+    """Tokens of a step and memory of a rank, as far as they are known before a model is loaded."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(model_path)
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    bytes_of = 4 if cfg.dtype == "float32" else 2
+    num_samples = cfg.prompts_per_step * cfg.samples_per_prompt
+    gib = {"policy, fp32 with gradients and moments": 16 * count / world_size, "engine's weights": bytes_of * count}
+    gib |= {"critic": 16 * count / world_size} if cfg.spec.needs_critic else {}
+    gib |= {"reference": bytes_of * count / world_size} if cfg.number("kl_coef") else {}
+    rows = min(cfg.micro_batch_tokens, num_samples * cfg.max_response_tokens)
+    gib["logits and their gradient, at most"] = 2 * bytes_of * rows * config.get_text_config().vocab_size
+    parts = ", ".join(f"{name} {amount / 2**30:.1f}" for name, amount in gib.items())
+    return (
+        f"plan: a step samples {cfg.prompts_per_step} x {cfg.samples_per_prompt} = {num_samples} responses, at most "
+        f"{num_samples * cfg.max_response_tokens:,} tokens after {cfg.prompts_per_step * cfg.max_prompt_tokens:,} of prompts, "
+        f"and makes {cfg.updates_per_rollout} optimizer steps; {world_size} ranks\n"
+        f"plan: {count:,} parameters; GiB a rank: {parts}; and the engine's cache\n"
+    )
 
 
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measure_rollout(meter: du.Meter, cfg: Config, samples: list[ro.Sample], graded: tuple, scores: torch.Tensor) -> None:
-    """Metrics of the samples and their rewards."""
-    components, scored = graded  # [N, K]
-    groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
-    total = (torch.where(scored, components, 0.0) * torch.tensor(cfg.weights, dtype=torch.float64)).sum(1)
-    meter.mean("reward/total", total.sum(), len(samples))
-    for k, name in enumerate(cfg.rewards):
-        meter.mean(f"reward/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
-        meter.total(f"reward/{name}_abstained", (~scored[:, k]).sum())
-        for group in groups.unique():
-            values = components[(groups == group) & scored[:, k], k]
-            meter.mean(f"reward/{name}_zero_std", float(len(values) == 0 or bool(values.min() == values.max())), 1)
-    lengths = [len(s.response_ids) for s in samples]
-    meter.mean("rollout/response_tokens", sum(lengths), len(samples))
-    meter.peak("rollout/response_tokens_max", max(lengths, default=0))
-    meter.mean("rollout/prompt_tokens", sum(len(s.prompt_ids) for s in samples), len(samples))
-    meter.mean("rollout/finished", *ro.finished_fraction(samples))
-    signal = adv.has_signal(scores, groups).values()
-    meter.mean("rollout/groups_without_signal", sum(not s for s in signal), len(signal))
-    meter.total("perf/tokens_sampled", sum(lengths))
+def measure_scores(cfg: Config, graded: tuple, scores: torch.Tensor, meter: du.Meter) -> None:
+    """Metrics of the rewards and scores. Uses collectives."""
+    components, scored, weights, groups = graded
+    total = adv.weighted_sum(components, scored, torch.tensor(weights, dtype=torch.float64))
+    meter.mean("reward/total", total.sum(), len(total))
+    parts = du.run_together("measuring scores", adv.contributions, cfg.algorithm, *graded)
+    adv.measure(meter, cfg.rewards, components, scored, parts, scores, groups)
+
+
+def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advantages, returns, meter: du.Meter) -> None:
+    """Metrics of advantages [N, T] and returns [N, T], and the shadows' on the same samples. Uses collectives."""
+    mask = rollout.response_mask
+    meter.mean("advantage/abs", advantages[mask].abs().sum(), mask.sum())
+    meter.peak("advantage/max", advantages.abs().max() if len(advantages) else 0.0)
+    shadows = {}
+    for name in cfg.shadow:
+        scores = du.run_together("a shadow's group stage", adv.group_scores, name, *graded)
+        other = adv.ALGORITHMS[name]
+        numbers = {n: getattr(other, n) for n in adv.options_of(adv.BATCH_STAGES[other.batch_stage])}
+        shadows[name], _ = adv.token_advantages(name, dataclasses.replace(rollout, scores=scores), False, **numbers)
+    adv.measure_shadows(meter, shadows, advantages, mask)
+    if returns is not None and du.sum_over_ranks(float(mask.sum())):
+        error, spread = (du.mean_std(x, mask, ddof=0) for x in (returns - rollout.values, returns))
+        if not spread.collapsed:
+            meter.mean("advantage/explained_variance", 1 - (error.std / spread.std) ** 2, 1)
 
 
 # ---------------------------------------------------------------------------------------------- phases of a step
-
-
-def trained_tokens(samples: list[ro.Sample], scored: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """[N, max_tokens] bool: every sampled token, by length; none of a sample that no reward scored (scored [N, K])."""
-    lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)  # [N]
-    return (torch.arange(max_tokens)[None] < lengths[:, None]) & scored.any(1)[:, None]
 
 
 def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Config, device) -> list[tuple]:
@@ -512,85 +634,150 @@ def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Con
     return agreed
 
 
-def add_old_logprobs(cfg: Config, model: torch.nn.Module, batches: list[tuple]) -> list[tuple]:
-    """Fill in the log-probs before the rollout's first update, where an update will come between: in all but the first
-    optimizer batch. That one's own first forward pass gives them."""
-    filled = batches[:1]
-    for micro, total in batches[1:]:
-        with torch.no_grad():
-            known = [dataclasses.replace(b, old_logprobs=losses.token_logprobs(model, b, cfg.temperature)[0]) for b in micro]
+@torch.no_grad()
+def look_ahead(run: Run, batches: list[tuple]) -> list[tuple]:
+    """Forward passes that come before any update: the reference's log-probs, the critic's values, and the policy's old
+    log-probs where an update will come between or the KL in the reward needs them; the first optimizer batch's own first
+    forward pass gives them otherwise."""
+    cfg, filled = run.cfg, []
+    for number, (micro, total) in enumerate(batches):
+        known = []
+        for batch in micro:
+            if number > 0 or cfg.kl_in_reward:
+                logprobs, _ = losses.token_logprobs(run.policy.model, batch, cfg.temperature)
+                batch = dataclasses.replace(batch, old_logprobs=logprobs)
+            if run.reference is not None:
+                logprobs, _ = losses.token_logprobs(run.reference, batch, cfg.temperature)
+                batch = dataclasses.replace(batch, ref_logprobs=logprobs)
+            if run.critic is not None:
+                batch = dataclasses.replace(batch, old_values=losses.token_values(run.critic.model, batch))
+            known.append(batch)
+        filled.append((known, total))
+    for model in (run.reference, run.critic and run.critic.model):
+        if model is not None:
+            du.free_gathered(model)
+    return filled
+
+
+def rollout_of(cfg: Config, batches: list[tuple], scores: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> adv.Rollout:
+    """What the batch stage reads: scores [N], and from the forward passes KL penalty and values [N, T] where there are any."""
+    every = [batch for micro, _ in batches for batch in micro]
+    empty = torch.zeros(mask.shape, dtype=torch.float64)
+    penalty = empty.clone() if cfg.kl_in_reward else None
+    values = empty.clone() if cfg.spec.needs_critic else None
+    for batch in every:
+        if penalty is not None:
+            kl = losses.kl_to(cfg.number("kl_estimator"), batch.old_logprobs, batch.ref_logprobs, batch.response_mask)
+            batch.put(cfg.number("kl_coef") * kl, penalty)
+        if values is not None:
+            batch.put(batch.old_values, values)
+    return adv.Rollout(scores, mask, sizes, penalty, values)
+
+
+def with_advantages(batches: list[tuple], advantages: torch.Tensor, returns: torch.Tensor | None) -> list[tuple]:
+    """The batches with each one's part of the [N, T] advantages, and returns where there is a critic."""
+    filled = []
+    for micro, total in batches:
+        known = []
+        for batch in micro:
+            part = None if returns is None else batch.pick(returns)
+            known.append(dataclasses.replace(batch, advantages=batch.pick(advantages), returns=part))
+            known[-1].validate()
         filled.append((known, total))
     return filled
 
 
-def update(run: Run, batches: list[tuple], meter: du.Meter) -> None:
-    """Train on every optimizer batch, `epochs_per_rollout` times. Errors: RuntimeError where engine and trainer differ."""
-    cfg, model = run.cfg, run.model
-    batches = add_old_logprobs(cfg, model, batches)
+def update_policy(run: Run, batches: list[tuple], fresh: bool, meter: du.Meter) -> None:
+    """Train on every optimizer batch, `epochs_per_rollout` times. fresh: the engine sampled with these weights.
+
+    Errors: RuntimeError where engine and trainer differ, or a gradient is not finite.
+    """
+    cfg, model = run.cfg, run.policy.model
     for epoch in range(cfg.epochs_per_rollout):
         for number, (micro, total) in enumerate(batches):
-            first = epoch == number == 0  # the weights are still those that sampled
+            first = epoch == number == 0  # the weights are still those from before the update
             seen = du.Meter()
             for i, batch in enumerate(micro):
                 logprobs, entropy = losses.token_logprobs(model, batch, cfg.temperature)
                 if batch.old_logprobs is None:
                     micro[i] = batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
-                loss = policy_loss(cfg, batch, logprobs, total, meter)
+                loss = policy_loss(cfg, batch, logprobs, entropy, total, meter)
                 (loss * run.ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
-                meter.mean("policy/entropy", entropy.sum(), batch.num_tokens)
                 if first:
-                    measure_mismatch(batch, logprobs.detach(), seen)
+                    metrics, largest = losses.engine_gap(logprobs.detach(), batch.rollout_logprobs, batch.response_mask)
+                    seen.means_of(metrics)
+                    seen.peak("rollout/logprob_diff_max", largest)
             if first:
-                check_mismatch(cfg, seen, meter)
-            norm = du.clip_grad_norm(model, cfg.max_grad_norm)
-            if not norm < float("inf"):
-                raise RuntimeError(f"the gradient's norm is {norm}; the weights were left as they were")
-            run.optimizer.step()
-            meter.peak("optim/lr", run.scheduler.get_last_lr()[0])
-            run.scheduler.step()
-            run.optimizer.zero_grad(set_to_none=True)
-            meter.mean("optim/grad_norm", norm, 1)
+                check_mismatch(cfg, seen, fresh, meter)
+            run.policy.step(cfg.max_grad_norm, meter)
 
 
-def policy_loss(cfg: Config, batch: losses.Batch, logprobs: torch.Tensor, total: losses.Denominators, meter: du.Meter):
+def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
+    """Train the critic on every optimizer batch, `epochs_per_rollout` times."""
+    cfg = run.cfg
+    for _ in range(cfg.epochs_per_rollout):
+        for micro, total in batches:
+            for batch in micro:
+                share = critic_loss(cfg, batch, losses.token_values(run.critic.model, batch), total, meter)
+                (share * run.ranks.world_size).backward()
+            run.critic.step(cfg.max_grad_norm, meter)
+
+
+def policy_loss(
+    cfg: Config, batch: losses.Batch, logprobs: torch.Tensor, entropy: torch.Tensor, total: losses.Denominators, meter: du.Meter
+) -> torch.Tensor:
     """This micro-batch's share of the optimizer batch's loss: a scalar; shares add up over micro-batches and ranks."""
+    mask, old_logprobs = batch.response_mask, batch.old_logprobs
     loss = losses.POLICY_LOSSES[cfg.spec.policy_loss]
-    token_loss, metrics = loss(logprobs, batch.old_logprobs, batch.advantages, batch.response_mask, *cfg.clip)
-    for name, (amount, count) in metrics.items():
-        meter.mean(name, amount, count)
-    share = losses.AGGREGATIONS[cfg.aggregation or cfg.spec.aggregation](token_loss, batch.response_mask, total)
+    token_loss, metrics = loss(logprobs, old_logprobs, batch.advantages, mask, **cfg.numbers(loss))
+    mismatch = (cfg.mismatch, cfg.mismatch_level, cfg.mismatch_low, cfg.mismatch_cap)
+    weight, weight_metrics = losses.mismatch_weight(old_logprobs, batch.rollout_logprobs, mask, *mismatch)
+    metrics |= weight_metrics | losses.policy_metrics(logprobs.detach(), old_logprobs, mask)
+    token_loss = token_loss * weight
+    if batch.ref_logprobs is not None:
+        for name in ("k1", "k3"):
+            kl = losses.kl_to(name, logprobs.detach(), batch.ref_logprobs, mask)
+            metrics[f"policy/ref_kl_{name}"] = (kl.sum(), mask.sum())
+        if cfg.number("kl_place") == "loss":
+            kl = losses.kl_to(cfg.number("kl_estimator"), logprobs, batch.ref_logprobs, mask)
+            token_loss = token_loss + cfg.number("kl_coef") * kl
+    if cfg.entropy_coef:
+        token_loss = token_loss - cfg.entropy_coef * entropy
+    metrics["policy/entropy"] = (entropy.detach().sum(), mask.sum())
+    meter.means_of(metrics)
+    share = losses.AGGREGATIONS[cfg.aggregation or cfg.spec.aggregation](token_loss, mask, total)
     meter.total("loss/policy", share.detach() / cfg.updates_per_rollout)
     return share
 
 
-def measure_mismatch(batch: losses.Batch, logprobs: torch.Tensor, seen: du.Meter) -> None:
-    """How far the trainer's log-probs are from the engine's, on the samples that the same weights gave."""
-    trainer, engine = logprobs[batch.response_mask], batch.rollout_logprobs[batch.response_mask]
-    gap = (trainer - engine).abs()
-    seen.mean("rollout/logprob_diff", gap.sum(), gap.numel())
-    seen.mean("rollout/kl_k3", losses.k3(engine, trainer).sum(), gap.numel())
-    seen.peak("rollout/logprob_diff_max", gap.max() if gap.numel() else 0.0)
+def critic_loss(
+    cfg: Config, batch: losses.Batch, values: torch.Tensor, total: losses.Denominators, meter: du.Meter
+) -> torch.Tensor:
+    """This micro-batch's share of the critic's loss, a mean over the tokens of the optimizer batch: a scalar."""
+    mask = batch.response_mask
+    token_loss, metrics = losses.value_loss(values, batch.old_values, batch.returns, mask, cfg.number("value_clip"))
+    meter.means_of(metrics)
+    share = losses.token_mean(token_loss, mask, total)
+    meter.total("loss/value", share.detach() / cfg.updates_per_rollout)
+    return share
 
 
-def check_mismatch(cfg: Config, seen: du.Meter, meter: du.Meter) -> None:
-    """Stop on every rank, before the weights change, when trainer and engine are not the same policy. A collective."""
+def check_mismatch(cfg: Config, seen: du.Meter, fresh: bool, meter: du.Meter) -> None:
+    """Stop on every rank, before the weights change, when trainer and engine are not the same policy. A collective.
+
+    fresh False: the engine has older weights on purpose, so the gap is only recorded.
+    """
     reduced = seen.reduce()
-    gap = reduced.get("rollout/logprob_diff", 0.0)
-    if not gap <= cfg.max_logprob_diff:
+    unknown = reduced.get("rollout/nonfinite_logprobs", 0.0)
+    gap = reduced.get("rollout/logprob_diff", float("nan") if unknown else 0.0)
+    if unknown == 1 or (fresh and not gap <= cfg.max_logprob_diff):
         raise RuntimeError(
             f"rollout/logprob_diff is {gap:.4f}, over --max-logprob-diff {cfg.max_logprob_diff}: the engine does not hold the "
             "trainer's weights, or computes another distribution. Training on these samples would be off-policy unnoticed"
         )
-    for name in ("rollout/logprob_diff", "rollout/kl_k3"):
+    for name in ("rollout/logprob_diff", "rollout/kl_k3", "rollout/nonfinite_logprobs"):
         meter.mean(name, reduced.get(name, 0.0), 1)
     meter.peak("rollout/logprob_diff_max", reduced["rollout/logprob_diff_max"])
-
-
-def push_weights(engine: ro.Engine, model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give the engine all of the trainer's weights, before its cache is taken again. A collective for each parameter."""
-    engine.wake_up(["weights"])
-    engine.load_weights(du.full_parameters(model, dtype))
-    engine.wake_up(["kv_cache"])
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -610,35 +797,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
             meter.mean(f"eval/{mode}/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
         meter.mean(f"eval/{mode}/response_tokens", sum(len(s.response_ids) for s in samples), len(samples))
         results |= meter.reduce()
-        write_samples(run, f"eval/{mode}_{step:06d}.jsonl", samples, components)
+        ro.write_samples(run.run_dir / f"eval/{mode}_{step:06d}.jsonl", samples, cfg.rewards, components)
     return results
-
-
-def write_samples(run: Run, name: str, samples: list[ro.Sample], components: torch.Tensor, scores=None) -> None:
-    """All ranks' samples as one JSONL file of the run folder, in the order of their prompts. A collective."""
-    records = [
-        {
-            "group": s.group,
-            "question": s.row["question"],
-            "answer": s.row["answer"],
-            "response": s.text,
-            "finish_reason": s.finish_reason,
-            "response_tokens": len(s.response_ids),
-            **{reward: components[i, k].item() for k, reward in enumerate(run.cfg.rewards)},
-            **({} if scores is None else {"score": scores[i].item()}),
-        }
-        for i, s in enumerate(samples)
-    ]
-    everywhere = [r for part in du.gather_objects(records) for r in part]
-
-    def write() -> None:
-        if run.ranks.rank == 0:
-            path = run.run_dir / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            ordered = sorted(everywhere, key=lambda r: r["group"])
-            path.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in ordered))
-
-    du.run_together(f"writing {name}", write)
 
 
 # ---------------------------------------------------------------------------------------------- logging and export
@@ -660,8 +820,8 @@ class Log:
             )
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step; the names must be in METRICS."""
-        unknown = [n for n in metrics if not known_metric(n)]
+        """Record one step; the names must be in dist_utils.METRICS."""
+        unknown = [n for n in metrics if not du.known_metric(n)]
         assert not unknown, f"metrics that METRICS does not describe: {unknown}"
         if not self.writes:
             return
@@ -680,7 +840,8 @@ class Log:
             parts.append(" ".join(f"{n} {m.get(f'reward/{n}', float('nan')):.3f}" for n in self.cfg.rewards))
             parts.append(f"tokens {m['rollout/response_tokens']:.1f}")
             parts.append(f"logprob_diff {m.get('rollout/logprob_diff', float('nan')):.4f}")
-            parts.append(f"grad {m['optim/grad_norm']:.3f}")
+            parts.append(f"grad {m.get('optim/grad_norm', float('nan')):.3f}")
+            parts += [f"value {m['loss/value']:.4f}"] if "loss/value" in m else []
         evals = {k: v for k, v in m.items() if k.startswith("eval/") and not k.endswith("response_tokens")}
         if evals:
             parts.append(" ".join(f"{k} {v:.3f}" for k, v in evals.items()))
@@ -695,17 +856,6 @@ class Log:
             self.wandb.finish()
 
 
-def known_metric(name: str) -> bool:
-    """Whether METRICS describes `name`, <...> standing for one part of it."""
-    for pattern in METRICS:
-        before, _, rest = pattern.partition("<")
-        if not rest and name == pattern:
-            return True
-        if rest and name.startswith(before) and name.endswith(rest.rpartition(">")[2]):
-            return True
-    return False
-
-
 # ---------------------------------------------------------------------------------------------- the algorithm
 
 
@@ -713,11 +863,13 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
     """The run, in order."""
     run = set_up(cfg, ranks)
     sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, run.eos)
+    weights = rw.parse_weights(cfg.rewards, cfg.reward_weights)
+    hook = None if cfg.reward_hook is None else rw.load_function(cfg.reward_hook)
     if cfg.eval_every:
         du.run_together("logging", run.log.step, 0, evaluate(run, 0))
 
     for step in range(1, cfg.steps + 1):
-        meter, ledger = du.Meter(), du.Ledger(PHASES)
+        meter, ledger = du.Meter(), du.Ledger(du.PHASES)
 
         # ---- rollout: prompt g of the step belongs to rank g % world_size
         with ledger.phase("sample"):
@@ -733,31 +885,51 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
             texts, rows = [s.text for s in samples], [s.row for s in samples]
             components, scored = du.run_together("grading", rw.score, cfg.rewards, texts, rows)
 
-        # ---- advantages: group stage on this rank, batch stage across ranks and per optimizer batch
+        # ---- group stage, on the rank that sampled: [N, K] -> scores [N] float64
         with ledger.phase("advantage"):
             groups = torch.tensor([s.group for s in samples], dtype=torch.int64)  # [N]
-            graded = (components, scored, cfg.weights, groups)
-            scores = du.run_together("the group stage", adv.group_scores, cfg.algorithm, *graded)  # [N] float64
-            mask = trained_tokens(samples, scored, cfg.max_response_tokens)  # [N, T] bool
+            graded = (components, scored, weights, groups)
+            estimator = (adv.group_scores, cfg.algorithm, *graded, cfg.normalize_rewards, hook)
+            scores = du.run_together("the group stage", *estimator)
+            mask = ro.trained_tokens(samples, scored, cfg.max_response_tokens)  # [N, T] bool
+            ro.measure_samples(meter, samples)
+            measure_scores(cfg, graded, scores, meter)
+
+        # ---- batches, and what has to be known before the update: reference log-probs, old log-probs, values
+        with ledger.phase("forward"):
+            pushes = step % cfg.push_every == 0 or step == cfg.steps
+            run.engine.sleep(keep_weights=not pushes)
             batch_of = groups // (cfg.prompts_per_step // cfg.optimizer_steps_per_rollout)  # [N]
             sizes = [int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)]
-            advantages = adv.token_advantages(cfg.algorithm, scores, mask, sizes, cfg.normalize_advantages)  # [N, T] fp32
-            measure_rollout(meter, cfg, samples, (components, scored), scores)
-            meter.mean("advantage/abs", advantages[mask].abs().sum(), mask.sum())
-            meter.peak("advantage/max", advantages.abs().max() if len(samples) else 0.0)
+            layout = (samples, mask, sizes, cfg.micro_batch_tokens, ranks.device)
+            local = du.run_together("forming batches", losses.form_batches, *layout)
+            batches = look_ahead(run, agreed_batches(local, sizes, cfg, ranks.device))
+            meter.total("perf/tokens_computed", sum(b.input_ids.numel() for micro, _ in batches for b in micro))
+            meter.peak("loss/empty_batches", sum(total.num_tokens == 0 for _, total in batches))
+
+        # ---- batch stage, across ranks and per optimizer batch: scores [N] -> advantages [N, T] fp32
+        with ledger.phase("advantage"):
+            rollout = rollout_of(cfg, batches, scores, mask, sizes)
+            numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
+            advantages, returns = adv.token_advantages(cfg.algorithm, rollout, cfg.normalize_advantages, **numbers)
+            measure_advantages(cfg, graded, rollout, advantages, returns, meter)
+            batches = with_advantages(batches, advantages, returns)
 
         # ---- update
         with ledger.phase("update"):
-            run.engine.sleep()
-            layout = (samples, advantages, mask, sizes, cfg.micro_batch_tokens, ranks.device)
-            local = du.run_together("forming batches", losses.form_batches, *layout)
-            batches = agreed_batches(local, sizes, cfg, ranks.device)
-            meter.total("perf/tokens_computed", sum(b.input_ids.numel() for micro, _ in batches for b in micro))
-            update(run, batches, meter)
+            if run.critic is not None:
+                update_critic(run, batches, meter)
+            if step > cfg.warmup_rollouts:
+                update_policy(run, batches, fresh=(step - 1) % cfg.push_every == 0, meter=meter)
+            if cfg.reference_update_every and step % cfg.reference_update_every == 0:
+                du.copy_shards(run.policy.model, run.reference)
 
         # ---- push
         with ledger.phase("push"):
-            push_weights(run.engine, run.model, run.dtype)
+            run.engine.wake_up(["weights"])
+            if pushes:
+                run.engine.load_weights(du.full_parameters(run.policy.model, run.dtype))
+            run.engine.wake_up(["kv_cache"])
 
         # ---- evaluate
         metrics = {}
@@ -768,7 +940,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         # ---- log
         if step % TRIM_EVERY == 0 and ranks.device.type == "cpu":
             du.trim_memory()
-        write_samples(run, f"samples/step_{step:06d}.jsonl", samples, components, scores)
+        ro.write_samples(run.run_dir / f"samples/step_{step:06d}.jsonl", samples, cfg.rewards, components, scores)
         meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
         ledger.close(meter, sum(len(s.response_ids) for s in samples), ranks.world_size)
@@ -776,7 +948,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
 
     # ---- export
     if cfg.export:
-        du.export_model(run.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
+        du.export_model(run.policy.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
     du.run_together("closing the log", run.log.close)
     du.run_together("summing up", sum_up if ranks.rank == 0 else no_work, run.run_dir)
     run.engine.close()
@@ -803,10 +975,10 @@ def main(argv: Sequence[str]) -> None:
     """Run `argv`; exit code 0 after a whole run, 2 for a wrong configuration, 1 for any other failure."""
     cfg = parse(argv)
     if cfg.list_algorithms:
-        print(adv.algorithm_table(adv.ALGORITHMS))
+        print(adv.algorithm_table(adv.ALGORITHMS, numbers_of))
         return
     if cfg.list_metrics:
-        print(metric_table())
+        print(du.metric_table())
         return
     ranks = du.start()
     exit_code = 1
@@ -820,10 +992,11 @@ def main(argv: Sequence[str]) -> None:
     du.leave(exit_code)
 
 
-def metric_table() -> str:
-    """METRICS as a Markdown table."""
-    lines = ["| metric | what it is | reduction |", "| --- | --- | --- |"]
-    return "\n".join(lines + [f"| `{name}` | {what} | {how} |" for name, (what, how) in METRICS.items()])
+def numbers_of(algorithm: adv.Algorithm) -> list[str]:
+    """The numbers that an algorithm reads, each a flag."""
+    critic = ["critic_lr", "critic_warmup_steps", "value_clip"] if algorithm.needs_critic else []
+    stages = (losses.POLICY_LOSSES[algorithm.policy_loss], adv.BATCH_STAGES[algorithm.batch_stage])
+    return [n for function in stages for n in adv.options_of(function)] + critic
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_OFFLINE="1")
 
+import dist_utils as du
 import rollout as ro
 from train import embedded_model_path
 
@@ -56,13 +58,34 @@ def tiny(embedded, tmp_path_factory) -> Path:
     return path
 
 
-def make_samples(group_sizes: list[int], seed: int = 0, longest: int = 9) -> list[ro.Sample]:
-    """Random samples of uneven lengths, one prompt a group."""
+@pytest.fixture(scope="session")
+def mini(tmp_path_factory) -> Path:
+    """A random two-layer Llama with 512 words and no tokenizer, of small activations."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    path = tmp_path_factory.mktemp("mini")
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1, tie_word_embeddings=True)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[du.Ranks]:
+    """A process group of one in the test's own process: collectives answer at once."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield du.Ranks(0, 1, torch.device("cpu"))
+    torch.distributed.destroy_process_group()
+
+
+def make_samples(group_sizes: list[int], seed: int = 0, longest: int = 9, words: int = 40000) -> list[ro.Sample]:
+    """Random samples of uneven lengths, one prompt a group, of ids from 10 to `words`."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(low: int, high: int) -> list[int]:
         length = int(torch.randint(low, high + 1, (1,), generator=generator))
-        return torch.randint(10, 40000, (length,), generator=generator).tolist()
+        return torch.randint(10, words, (length,), generator=generator).tolist()
 
     samples = []
     for group, size in enumerate(group_sizes):

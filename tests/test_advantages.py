@@ -1,27 +1,39 @@
-"""advantages.py: stages against the oracles and the worked cases, across real ranks, and the capability check."""
+"""advantages.py: stages against the oracles and the worked cases, whole algorithms, real ranks, and the capability check."""
 
 import dataclasses
 import json
+import math
+from types import SimpleNamespace
 
 import oracles
 import pytest
+import stage_worker
 import torch
 from conftest import launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import advantages as adv
+import dist_utils as du
+import losses
 import train
 
-WEIGHTS = {"grpo": [1.0, 0.5], "gdpo": [1.0, 0.5]}
+NAMES = list(adv.ALGORITHMS)
+STAGES = list(adv.GROUP_STAGES)
+COMPARING = [s for s in STAGES if s != "none"]
+ALGORITHM_OF = {a.group_stage: name for name, a in reversed(adv.ALGORITHMS.items())}  # an algorithm for each group stage
 
 
-def scores(name, columns, weights, groups):
+def scores(stage, columns, weights, groups):
     """`columns` is K lists of numbers, None where a grader abstained."""
+    components, scored = matrix(columns)
+    return adv.group_scores(ALGORITHM_OF[stage], components, scored, weights, torch.tensor(groups))
+
+
+def matrix(columns):
     rows = list(zip(*columns))
     scored = torch.tensor([[x is not None for x in row] for row in rows])
-    components = torch.tensor([[0.0 if x is None else x for x in row] for row in rows], dtype=torch.float64)
-    return adv.group_scores(name, components, scored, weights, torch.tensor(groups))
+    return torch.tensor([[0.0 if x is None else x for x in row] for row in rows], dtype=torch.float64), scored
 
 
 # ---------------------------------------------------------------------------------------------- group stages
@@ -29,58 +41,80 @@ def scores(name, columns, weights, groups):
 values = st.one_of(st.floats(-100, 100, width=32), st.sampled_from([0.0, 1.0, 0.5]), st.none())
 
 
-@pytest.mark.parametrize("name", list(adv.ALGORITHMS))
+@pytest.mark.parametrize("stage", STAGES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_group_stages_equal_their_oracles(name, data):
+def test_group_stages_equal_their_oracles(stage, data):
     count = data.draw(st.integers(1, 12))
     groups = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     columns = [data.draw(st.lists(values, min_size=count, max_size=count)) for _ in range(2)]
-    got = scores(name, columns, WEIGHTS[name], groups)
-    want = getattr(oracles, adv.ALGORITHMS[name].group_stage)(list(zip(*columns)), WEIGHTS[name], groups)
+    got = scores(stage, columns, [1.0, 0.5], groups)
+    want = oracles.GROUP[stage](list(zip(*columns)), [1.0, 0.5], groups)
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", list(adv.ALGORITHMS))
-def test_order_of_rows_and_uneven_groups(name):
-    groups, rewards = [0] * 4 + [1] * 3 + [2] * 4 + [3], [0, 1, 0, 1, 5, 5, 5, 2, 2, 3, 3, 8]
-    got = scores(name, [rewards], [1.0], groups)
-    assert got[4:7].tolist() == [0, 0, 0] and got[11] == 0  # constant; a group of one
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = scores(name, [[rewards[i] for i in order]], [1.0], [groups[i] for i in order])
+@pytest.mark.parametrize("stage", STAGES)
+@given(seed=st.integers(0, 999))
+@settings(max_examples=25, deadline=None)
+def test_order_of_rows_does_not_matter(stage, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, groups = torch.randint(0, 4, (2, 11), generator=generator).double(), torch.randint(0, 3, (11,), generator=generator)
+    order = torch.randperm(11, generator=generator)
+    got = scores(stage, x.tolist(), [1.0, 2.0], groups.tolist())
+    shuffled = scores(stage, x[:, order].tolist(), [1.0, 2.0], groups[order].tolist())
     torch.testing.assert_close(shuffled, got[order], atol=1e-12, rtol=0)
-    torch.testing.assert_close(got[:4], scores(name, [rewards[:4]], [1.0], [0] * 4), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("name", list(adv.ALGORITHMS))
+@pytest.mark.parametrize("stage", COMPARING)
+def test_uneven_groups_stand_alone(stage):
+    groups, rewards = [0] * 4 + [1] * 3 + [2] * 4 + [3], [0, 1, 0, 1, 5, 5, 5, 2, 2, 3, 3, 8]
+    got = scores(stage, [rewards], [1.0], groups)
+    assert got[4:7].tolist() == [0, 0, 0] and got[11] == 0  # constant; a group of one
+    torch.testing.assert_close(got[:4], scores(stage, [rewards[:4]], [1.0], [0] * 4), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("stage", COMPARING)
 @pytest.mark.parametrize("size", [3, 4, 5, 6, 7, 8, 12, 16])
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.3, 0.35, 0.7, 1 / 3])
-def test_equal_rewards_give_exactly_zero(name, size, value):
-    got = scores(name, [[value] * size], [1.0], [0] * size)
+def test_equal_rewards_give_exactly_zero(stage, size, value):
+    got = scores(stage, [[value] * size], [1.0], [0] * size)
     assert (got == 0).all() and not adv.has_signal(got, torch.zeros(size))[0]
 
 
-def test_grpo_by_hand():
-    got = scores("grpo", [[1, 1, 1, 0, 0, 0, 0, 0]], [1.0], [0] * 8)
-    assert got.tolist() == pytest.approx([1.2076124] * 3 + [-0.7245674] * 5, rel=1e-5)
-    assert (scores("grpo", [[0.1 + 0.2, 0.3, 0.3, 0.3]], [1.0], [0] * 4) == 0).all()  # equal as float32
-    near = scores("grpo", [[10000, 10000.005, 10000.010, 10000.015]], [1.0], [0] * 4)
-    assert near[0] < -1 and near[3] > 1
+@pytest.mark.parametrize(
+    "stage, right, wrong", [("grpo", 1.2076124, -0.7245674), ("mean", 0.625, -0.375), ("rloo", 0.7142857, -0.4285714)]
+)
+def test_three_of_eight_correct(stage, right, wrong):
+    got = scores(stage, [[1, 1, 1, 0, 0, 0, 0, 0]], [1.0], [0] * 8)
+    assert got.tolist() == pytest.approx([right] * 3 + [wrong] * 5, rel=1e-5)
 
 
-def test_grpo_abstentions():
-    got = scores("grpo", [[1, None, 0, 1]], [1.0], [0] * 4)
+@pytest.mark.parametrize("stage", ["grpo", "mean", "rloo"])
+def test_collapse_is_judged_as_float32_and_nothing_else_is(stage):
+    assert (scores(stage, [[0.1 + 0.2, 0.3, 0.3, 0.3]], [1.0], [0] * 4) == 0).all()  # equal as float32
+    near = scores(stage, [[10000, 10000.005, 10000.010, 10000.015]], [1.0], [0] * 4)
+    assert near[0] < near[1] < 0 < near[2] < near[3]
+
+
+def test_a_lone_different_sample_keeps_its_size():
+    assert scores("rloo", [[0.35] * 7 + [0.0]], [1.0], [0] * 8)[7].item() == pytest.approx(-0.35, rel=1e-12)
+
+
+@pytest.mark.parametrize("stage", ["grpo", "mean", "rloo"])
+def test_abstentions_stay_out_of_their_group(stage):
+    got = scores(stage, [[1, None, 0, 1]], [1.0], [0] * 4)
     assert got[1] == 0
-    torch.testing.assert_close(got[[0, 2, 3]], scores("grpo", [[1, 0, 1]], [1.0], [0] * 3))
-    two = scores("grpo", [[1, None, 0, 1], [None, 1, None, None]], [1.0, 1.0], [0] * 4)  # sums 1, 1, 0, 1
-    torch.testing.assert_close(two, scores("grpo", [[1, 1, 0, 1]], [1.0], [0] * 4))
-    assert (scores("grpo", [[None] * 4], [1.0], [0] * 4) == 0).all()
+    torch.testing.assert_close(got[[0, 2, 3]], scores(stage, [[1, 0, 1]], [1.0], [0] * 3))
+    two = scores(stage, [[1, None, 0, 1], [None, 1, None, None]], [1.0, 1.0], [0] * 4)  # sums 1, 1, 0, 1
+    torch.testing.assert_close(two, scores(stage, [[1, 1, 0, 1]], [1.0], [0] * 4))
+    assert (scores(stage, [[None] * 4], [1.0], [0] * 4) == 0).all()
 
 
-def test_grpo_refuses_sums_beyond_float32():
-    assert scores("grpo", [[1e30, 0]], [1.0], [0, 0])[0] > 0
+@pytest.mark.parametrize("stage", ["grpo", "mean", "rloo", "none"])
+def test_sums_beyond_float32_are_refused(stage):
+    assert scores(stage, [[1e30, 0]], [1.0], [0, 0])[0] > 0
     with pytest.raises(ValueError, match="beyond float32"):
-        scores("grpo", [[1e30, 0]], [1e10], [0, 0])
+        scores(stage, [[1e30, 0]], [1e10], [0, 0])
 
 
 def test_gdpo_cases():
@@ -100,22 +134,169 @@ def test_gdpo_cases():
 
 @given(shift=st.floats(-50, 50), scale=st.floats(0.5, 20), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_group_stages_ignore_shift_and_nearly_scale(shift, scale, seed):
+def test_shift_and_scale_of_rewards(shift, scale, seed):
+    """Comparing stages ignore a shift; standardised ones ignore a scale as well, the others take it over; `none` keeps both."""
     x = torch.randint(0, 5, (6,), generator=torch.Generator().manual_seed(seed)).double()
-    for name in adv.ALGORITHMS:
-        base = scores(name, [x.tolist()], [1.0], [0] * 6)
-        torch.testing.assert_close(scores(name, [(x + shift).tolist()], [1.0], [0] * 6), base, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(scores(name, [(x * scale).tolist()], [1.0], [0] * 6), base, atol=1e-3, rtol=1e-3)
+    for stage in STAGES:
+        base = scores(stage, [x.tolist()], [1.0], [0] * 6)
+        moved, scaled = (scores(stage, [y.tolist()], [1.0], [0] * 6) for y in (x + shift, x * scale))
+        torch.testing.assert_close(moved, base + (shift if stage == "none" else 0), atol=1e-6, rtol=1e-6)
+        if stage in ("grpo", "gdpo"):
+            torch.testing.assert_close(scaled, base, atol=1e-3, rtol=1e-3)
+        else:
+            torch.testing.assert_close(scaled, base * scale, atol=1e-9, rtol=1e-9)
+
+
+def test_group_stage_off_and_a_hook_in_its_place():
+    components, scored = matrix([[1, 2, None, 4], [0, 1, None, 0]])
+    graded = (components, scored, [1.0, 0.5], torch.tensor([0, 0, 1, 1]))
+    assert adv.group_scores("grpo", *graded, normalize_rewards=False).tolist() == [1, 2.5, 0, 4]
+    seen = []
+
+    def hook(rewards, groups):
+        seen.append((rewards.tolist(), groups.tolist()))
+        return rewards - 1
+
+    assert adv.group_scores("grpo", *graded, hook=hook).tolist() == [0, 1.5, 0, 3]  # nothing scored: 0 all the same
+    assert seen == [([1, 2.5, 0, 4], [0, 0, 1, 1])]
+    for wrong in (lambda r, g: r[:1], lambda r, g: r * float("nan"), lambda r, g: 1.0):
+        with pytest.raises(ValueError, match=r"--reward-hook: expected 4 finite scores"):
+            adv.group_scores("grpo", *graded, hook=wrong)
+
+
+# ---------------------------------------------------------------------------------------------- batch stages by hand
+
+
+def rollout(s, mask, penalty=None, values=None, sizes=()):
+    as64 = [None if x is None else torch.tensor(x, dtype=torch.float64) for x in (penalty, values)]
+    mask = torch.tensor(mask, dtype=torch.bool)
+    return adv.Rollout(torch.tensor(s, dtype=torch.float64), mask, [len(s)] if sizes == () else sizes, *as64)
+
+
+def returns_of(monkeypatch, r, gamma):
+    """What REINFORCE++ whitens."""
+    found = []
+    monkeypatch.setattr(adv, "whiten_tokens", lambda x, mask, sizes: found.append(torch.where(mask, x, 0.0)) or x)
+    adv.reinforce_plus_plus(r, gamma=gamma)
+    return found[0][0].tolist()
+
+
+def test_reinforce_plus_plus_returns_by_hand(monkeypatch):
+    kl = [[0.01 * k for k in (0.2, -0.1, 0.3, 9)]]
+    assert returns_of(monkeypatch, rollout([1.0], [[1, 1, 1, 0]], kl), 1.0) == pytest.approx([0.996, 0.998, 0.997, 0])
+    holes = rollout([0.0], [[1, 0, 0, 1]], [[1.0] * 4])
+    assert returns_of(monkeypatch, holes, 0.9) == pytest.approx([-1.729, 0, 0, -1])
+
+
+def test_token_whitening_by_hand(alone):
+    def whiten(rows, mask):
+        return adv.whiten_tokens(torch.tensor(rows, dtype=torch.float64), torch.tensor(mask).bool(), [len(rows)]).tolist()
+
+    assert whiten([[1, 2, 3, 4]], [[1] * 4])[0] == pytest.approx([-1.3416408, -0.4472136, 0.4472136, 1.3416408], rel=1e-6)
+    assert whiten([[0, 2e-5]], [[1, 1]])[0] == pytest.approx([-0.1, 0.1], rel=1e-6)  # the floor of the variance
+    assert whiten([[5, 5, 5]], [[1, 1, 1]]) == [[0, 0, 0]]
+    assert whiten([[1, math.inf, 3]], [[1, 0, 1]])[0] == pytest.approx([-1, 0, 1])  # masked inf changes nothing
+    weighted = adv.reinforce_plus_plus_baseline(rollout([1.0, -1.0], [[1, 1, 1], [1, 0, 0]]))
+    assert weighted[0].tolist() == pytest.approx([0.57735027] * 3) and weighted[1, 0].item() == pytest.approx(-1.7320508)
+
+
+def test_gae_by_hand(alone):
+    r = rollout([1.0], [[1, 1, 1, 0]], values=[[0.5, 0.6, 0.7, math.nan]])
+    advantages, returns = adv.token_advantages("ppo", r, False, gamma=1.0, gae_lambda=0.95)
+    assert advantages[0].tolist() == pytest.approx([0.46575, 0.385, 0.3, 0])
+    assert returns[0].tolist() == pytest.approx([0.96575, 0.985, 1.0, 0])
+    whitened, same = adv.token_advantages("ppo", r, True, gamma=1.0, gae_lambda=0.95)
+    assert torch.equal(same, returns) and whitened[0, :3].mean().abs() < 1e-6  # the critic's target is not whitened
+    with pytest.raises(ValueError, match="needs the values of a critic"):
+        adv.gae(rollout([1.0], [[1]]), gamma=1.0, gae_lambda=0.95)
+
+
+# ---------------------------------------------------------------------------------------------- whole algorithms
+
+T = 6
+LENGTHS = [[1], [1, 1, 1], [1, 0, 1, 1, 1], [1, 1], [1, 1, 1, 1, 1], [1, 1, 1]]  # 1, 3, 5 tokens; a hole; padded to T
+ROWS = [row + [0] * (T - len(row)) for row in LENGTHS]
+REWARDS = {
+    "varied": ([[1, 0, 0.5, 1, 0, 0.25], [0, 1, 1, 0, 1, 0]], [0, 0, 0, 1, 1, 1], ROWS),
+    "shuffled groups": ([[1, 0, 0.5, 1, 0, 0.25], [0, 1, 1, 0, 1, 0]], [1, 0, 1, 0, 1, 0], ROWS),
+    "uneven groups": ([[1, 0, 0.5, 1, 0, 0.25], [0, 1, 1, 0, 1, 0]], [7, 3, 3, 3, 3, 7], ROWS),
+    "all zero": ([[0] * 6, [0] * 6], [0, 0, 0, 1, 1, 1], ROWS),
+    "zero variance": ([[0.3] * 6, [0.7] * 6], [0, 0, 0, 1, 1, 1], ROWS),
+    "one valid token": (
+        [[1, 0, 0.5, 1, 0, 0.25], [0, 1, 1, 0, 1, 0]],
+        [0, 0, 0, 1, 1, 1],
+        [[0] * T] * 5 + [[0, 1, 0, 0, 0, 0]],
+    ),
+    "abstentions": ([[1, None, 0.5, 1, None, 0.25], [0, None, 1, None, 1, 0]], [0, 0, 0, 1, 1, 1], ROWS),
+}
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("case", list(REWARDS))
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_algorithm_equals_its_oracle(alone, name, case, poison):
+    """Group stage, batch stage, loss with KL, entropy and mismatch weights, aggregation: value and gradient."""
+    columns, groups, rows = REWARDS[case]
+    components, scored = matrix(columns)
+    mask = torch.tensor(rows, dtype=torch.bool) & scored.any(1)[:, None]
+    generator = torch.Generator().manual_seed(5)
+    lp, old, ref, roll, values, entropy = torch.randn(6, 6, T, generator=generator, dtype=torch.float64) * 0.4 - 0.5
+    weights, kl_coef, entropy_coef = [1.0, 0.5], 0.1, 0.05
+    lists = {n: x.tolist() for n, x in (("lp", lp), ("old", old), ("ref", ref), ("roll", roll), ("v", values), ("h", entropy))}
+    inside = mask.tolist()
+
+    cfg = train.Config(algorithm=name, kl_coef=kl_coef, entropy_coef=entropy_coef, max_response_tokens=T)
+    dirty = [torch.where(mask, x, poison) for x in (lp, old, ref, roll, values)]
+    graded = (components, scored, weights, torch.tensor(groups))
+    own = adv.group_scores(name, *graded)
+    batch = SimpleNamespace(
+        rows=slice(0, 6), response_mask=mask, old_logprobs=dirty[1], ref_logprobs=dirty[2], old_values=dirty[4]
+    )
+    batch.put = lambda part, to: losses.Batch.put(batch, part, to)
+    r = train.rollout_of(cfg, [([batch], None)], own, mask, [6])
+    numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
+    advantages, returns = adv.token_advantages(name, r, False, **numbers)
+    want = oracles.advantages_of(
+        name, list(zip(*columns)), weights, groups, inside, lists["old"], lists["ref"], lists["v"], kl_coef
+    )
+    torch.testing.assert_close(advantages.double(), torch.where(mask, torch.tensor(want).double(), 0.0), atol=1e-6, rtol=1e-6)
+    if returns is not None:
+        target = torch.where(mask, torch.tensor(want).double() + values, 0.0)
+        torch.testing.assert_close(returns.double(), target, atol=1e-6, rtol=1e-6)
+
+    def oracle(x):
+        fixed = (lists["old"], lists["ref"], lists["roll"], lists["lp"])
+        return oracles.objective(name, x, want, inside, *fixed, kl_coef, lists["h"], entropy_coef, T)
+
+    inputs = dirty[0].clone().requires_grad_()
+    batch.advantages = advantages.double()
+    total = losses.Denominators(6, int(mask.sum()), T)
+    share = train.policy_loss(cfg, batch, inputs, torch.where(mask, entropy, 0.0), total, du.Meter())
+    assert share.item() == pytest.approx(oracle(lists["lp"]), abs=1e-6, rel=1e-6)
+    share.backward()
+    slope = torch.tensor(oracles.gradient(oracle, lists["lp"], inside), dtype=torch.float64)
+    torch.testing.assert_close(inputs.grad, slope, atol=1e-6, rtol=1e-6)
+
+
+def test_the_registry_is_the_oracles_table():
+    """Defaults are asserted by the pipeline above, which reads them from both: here that none is missing."""
+    assert list(adv.ALGORITHMS) == list(oracles.ALGORITHMS)
+    coefficients = {n: a.kl_coef for n, a in adv.ALGORITHMS.items() if a.kl_coef}
+    assert coefficients == {"reinforce_plus_plus": 0.01, "reinforce_plus_plus_baseline": 0.01}
+    for name, a in adv.ALGORITHMS.items():
+        assert (a.kl_estimator, a.kl_place) == oracles.ALGORITHMS[name][5]
+        for formula in (adv.GROUP_STAGES[a.group_stage], adv.BATCH_STAGES[a.batch_stage], losses.POLICY_LOSSES[a.policy_loss]):
+            assert len(adv.formula_of(formula)) > 5 and not adv.formula_of(formula).endswith(".")
 
 
 # ---------------------------------------------------------------------------------------------- batch stages, real ranks
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory):
+def stages(alone, tmp_path_factory):
     """What every rank of a group of 1, 2 and 3 said to each case of stage_worker.py."""
-    found = {}
-    for world in (1, 2, 3):
+    found = {1: stage_worker.answers_of(alone)}
+    for world in (2, 3):
         out = tmp_path_factory.mktemp("stages") / "out.json"
         result = launch(world, "stage_worker.py", out, timeout=90)
         assert result.returncode == 0, result.stderr[-3000:]
@@ -148,34 +329,89 @@ def test_statistics_cross_ranks(stages):
     assert per_sample(two, "13|26") == pytest.approx([-0.9257773, 0, -0.4628886, 1.3886659], rel=1e-6)
     assert per_sample(two, "13|") == pytest.approx([-0.7070568, 0.7070568], rel=1e-6)
     assert per_sample(two, "all equal") == [0, 0, 0]
+    # batch by batch: (1, 2) and (3, 6), each over both ranks
+    assert per_sample(two, "13|26 of two batches") == pytest.approx([-0.7070068, -0.7070734, 0.7070068, 0.7070734], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", ["uneven lengths", "uneven lengths, tokens"])
+@pytest.mark.parametrize("case", [*adv.BATCH_STAGES, "grpo, normalized"])
 def test_partition_over_ranks_does_not_matter(stages, case):
-    flat = [[row for rank in stages[w][case] for row in rank] for w in (1, 2, 3)]
-    torch.testing.assert_close(torch.tensor(flat[0]), torch.tensor(flat[1]), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(torch.tensor(flat[0]), torch.tensor(flat[2]), atol=1e-6, rtol=1e-6)
-    s, mask = [0.5, -1.5, 2.0, 0.25, 1.0], [[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 0, 1]]
-    if case == "uneven lengths":
-        want = oracles.whiten_sequence(s, mask)
+    flat = [[row for rank in stages[w][f"uneven lengths, {case}"] for row in rank] for w in (1, 2, 3)]
+    s, mask = stage_worker.SCORES, stage_worker.MASK
+    if case in adv.BATCH_STAGES:
+        want = oracles.BATCH[case](s, mask, stage_worker.PENALTY, stage_worker.VALUES, 0.9, 0.8)
     else:
         want = oracles.whiten_tokens(oracles.broadcast(s, mask), mask)
-    torch.testing.assert_close(torch.tensor(flat[0], dtype=torch.float64), torch.tensor(want, dtype=torch.float64))
+    for got in flat:
+        torch.testing.assert_close(torch.tensor(got).double(), torch.tensor(want).double(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("batch_stage", list(adv.BATCH_STAGES))
 @pytest.mark.parametrize(
     "case, says",
     [
         ("segment counts differ", "do not agree on the number of optimizer batches"),
         ("a list against None", "no segmentation"),
         ("malformed on one rank", "do not add up"),
-        ("inf on one rank", "not finite"),
+        ("inf on one rank", "finite|does not fit float32"),
         ("nothing valid anywhere", "no valid value"),
     ],
 )
-def test_all_ranks_return_and_refuse(stages, case, says):
-    for answers in (stages[2][case], stages[3][case]):
-        assert len(set(answers)) == 1 and says in answers[0] and answers[0].startswith("RankFailure"), answers
+def test_all_ranks_return_and_refuse(stages, batch_stage, case, says):
+    for world in (2, 3):
+        answers = stages[world][f"{case}, {batch_stage}"]
+        if case == "nothing valid anywhere" and batch_stage in ("broadcast", "gae"):  # no statistics: zeros, a counted step
+            assert answers == [[[0.0, 0.0], [0.0, 0.0]]] * world
+            continue
+        assert all(a == answers[0] for a in answers) and answers[0].startswith("RankFailure"), answers
+        assert any(part in answers[0] for part in says.split("|"))
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def test_contributions_add_up_to_the_score():
+    components, scored = matrix([[1, 0, 0.5, 1, 1, 0], [0, 1, 1, 0, 3, 2]])
+    graded = (components, scored, [1.0, 0.5], torch.tensor([0, 0, 0, 1, 1, 1]))
+    for name in NAMES:
+        parts, whole = adv.contributions(name, *graded), adv.group_scores(name, *graded)
+        if adv.ALGORITHMS[name].group_stage != "none":
+            torch.testing.assert_close(parts.sum(1), whole, atol=1e-12, rtol=1e-12)
+
+
+def test_observation_of_rewards_that_nearly_cancel(alone):
+    def measured(second):
+        components, scored = matrix([[0, 1, 2], second])
+        graded = (components, scored, [1.0, 1.0], torch.zeros(3, dtype=torch.int64))
+        meter = du.Meter()
+        parts, s = adv.contributions("gdpo", *graded), adv.group_scores("gdpo", *graded)
+        adv.measure(meter, ["a", "b"], components, scored, parts, s, graded[3])
+        return meter.reduce(), s
+
+    cancel, s = measured([2, 1.001, 0])
+    assert cancel["advantage/cancellation_median"] < 1e-3 and cancel["reward/a_b_correlation"] == pytest.approx(-1, abs=1e-3)
+    assert cancel["advantage/distinct_per_group"] == len(set(s.float().tolist()))
+    agree, _ = measured([0, 1, 2])
+    assert agree["advantage/cancellation_min"] == 1 and agree["reward/a_b_correlation"] == pytest.approx(1)
+    assert agree["advantage/a_share"] == agree["advantage/b_share"] == 0.5
+    constant, _ = measured([1, 1, 1])
+    assert "reward/a_b_correlation" not in constant and constant["reward/b_zero_std"] == 1
+    assert constant["advantage/a_share"] == 1 and constant["advantage/b_share"] == 0
+
+
+def test_shadows_are_compared_over_valid_tokens(alone):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    mine, other = torch.tensor([[1.0, 2, 9], [-1, 9, 9]]), torch.tensor([[2.0, 4, -9], [2, -9, -9]])
+    meter = du.Meter()
+    adv.measure_shadows(meter, {"x": other, "same": mine}, mine, mask)
+    got = meter.reduce()
+    assert got["advantage/shadow_x_sign_agreement"] == pytest.approx(2 / 3)
+    assert got["advantage/shadow_same_correlation"] == pytest.approx(1)
+    assert got["advantage/shadow_x_correlation"] == pytest.approx(oracle_correlation([1, 2, -1], [2, 4, 2]))
+
+
+def oracle_correlation(a, b):
+    x, y = [v - oracles.mean(a) for v in a], [v - oracles.mean(b) for v in b]
+    return math.fsum(p * q for p, q in zip(x, y)) / math.sqrt(math.fsum(p * p for p in x) * math.fsum(q * q for q in y))
 
 
 # ---------------------------------------------------------------------------------------------- the check
@@ -185,26 +421,81 @@ def config(**changes):
     return dataclasses.replace(train.Config(), **changes)
 
 
-def test_check_reports_every_violation_with_capability_and_remedy(monkeypatch):
-    assert adv.check(config()) == [] and adv.check(config(algorithm="grpo", normalize_advantages=True)) == []
-    assert adv.check(config(optimizer_steps_per_rollout=4)) == []
-    on_policy = dataclasses.replace(adv.ALGORITHMS["gdpo"], requires_on_policy_updates=True)
-    monkeypatch.setitem(adv.ALGORITHMS, "strict", on_policy)
-    wrong = adv.check(config(algorithm="strict", samples_per_prompt=1, normalize_advantages=True, epochs_per_rollout=2))
-    assert len(wrong) == 3
-    for message, flag, capability, instead in zip(
-        wrong,
-        ("--samples-per-prompt 1", "--normalize-advantages", "2 optimizer steps a rollout"),
-        ("min_group_size", "forbids_normalize_advantages", "requires_on_policy_updates"),
-        ("--samples-per-prompt 2", "--algorithm grpo", "--epochs-per-rollout 1"),
-    ):
-        assert message.startswith(flag) and capability in message and instead in message
-    assert "unknown" in adv.check(config(algorithm="grop"))[0]
+# capability, an entry that has it, what is asked, what the message says, an entry without it that accepts the same
+REFUSALS = [
+    ("min_group_size", "grpo", {"samples_per_prompt": 1}, "--samples-per-prompt 1: min_group_size = 2", "ppo"),
+    ("forbids_normalize_advantages", "gdpo", {"normalize_advantages": True}, "--normalize-advantages: forbids_", "grpo"),
+    ("forbids_normalize_advantages", "dr_grpo", {"normalize_advantages": True}, "scale that is kept on purpose", "dapo"),
+    (
+        "requires_on_policy_updates",
+        "rloo",
+        {"optimizer_steps_per_rollout": 4},
+        "4 optimizer steps a rollout: requires_",
+        "grpo",
+    ),
+    ("requires_on_policy_updates", "rloo", {"epochs_per_rollout": 2}, "2 optimizer steps a rollout: requires_", "gspo"),
+    ("requires_on_policy_updates", "rloo", {"push_every": 2}, "--push-every 2: requires_on_policy_updates", "cispo"),
+    ("supports_fully_async", "gdpo", {"push_every": 2}, "--push-every 2: supports_fully_async = False", "sapo"),
+    ("requires_rewards_normalization", "rloo", {"normalize_rewards": False}, "--no-normalize-rewards: requires_", "grpo"),
+    ("allows_reward_post_process_hooks", "gdpo", {"reward_hook": "a.py:f"}, "--reward-hook a.py:f: allows_", "grpo"),
+    (
+        "forbids_reward_side_kl",
+        "grpo",
+        {"kl_place": "reward"},
+        "--kl-place reward: forbids_reward_side_kl",
+        "reinforce_plus_plus",
+    ),
+    ("requires_kl", "reinforce_plus_plus", {"kl_coef": 0.0}, "--kl-coef 0: requires_kl", "ppo"),
+    ("needs_critic", "grpo", {"critic_lr": 1e-4}, "--critic-lr 0.0001: needs_critic = False", "ppo"),
+    ("needs_critic", "grpo", {"critic_warmup_steps": 1, "value_clip": 0.1}, "--critic-warmup-steps 1 --value-clip 0.1", "ppo"),
+]
+
+
+@pytest.mark.parametrize("capability, refuses, asked, says, accepts", REFUSALS)
+def test_every_capability_refuses_and_accepts(capability, refuses, asked, says, accepts):
+    (message,) = adv.check(config(algorithm=refuses, **asked))
+    assert says in message and capability in message and f"of {refuses} refuses it; " in message
+    assert "Use " in message and accepts in message.rpartition("--algorithm ")[2].split("|")
+    assert adv.check(config(algorithm=accepts, **asked)) == []
+
+
+@pytest.mark.parametrize(
+    "capability, asked",
+    [
+        ({"advantage_normalization": "token_global"}, {"normalize_advantages": True}),
+        ({"uses_reward_components": True}, {"normalize_rewards": False}),
+        ({"uses_reward_components": True}, {"reward_hook": "a.py:f"}),
+    ],
+)
+def test_capabilities_that_only_come_together_refuse_alone_too(monkeypatch, capability, asked):
+    monkeypatch.setitem(adv.ALGORITHMS, "one", dataclasses.replace(adv.ALGORITHMS["grpo"], **capability))
+    (message,) = adv.check(config(algorithm="one", **asked))
+    assert next(iter(capability)) in message and "Use " in message
+
+
+def test_every_capability_has_a_test():
+    fields = [f.name for f in dataclasses.fields(adv.Algorithm)]
+    capabilities = set(fields[fields.index("uses_reward_components") :])
+    assert capabilities == {r[0] for r in REFUSALS} | {"advantage_normalization", "uses_reward_components"}
+
+
+def test_check_reports_every_violation_at_once():
+    assert all(adv.check(config(algorithm=name)) == [] for name in NAMES)
+    wrong = config(algorithm="rloo", samples_per_prompt=1, normalize_advantages=True, epochs_per_rollout=2, kl_place="reward")
+    assert len(adv.check(wrong)) == 4
+    assert adv.check(config(algorithm="grop")) == [f"--algorithm grop: unknown; there are {', '.join(NAMES)}"]
+
+
+def test_shadows_are_checked():
+    assert adv.check(config(algorithm="grpo", shadow=("gdpo", "rloo", "reinforce_plus_plus"))) == []
+    assert adv.check(config(algorithm="ppo", shadow=("grpo", "ppo"))) == []
+    assert "--shadow gpdo: unknown" in adv.check(config(shadow=("gpdo",)))[0]
+    assert "--shadow ppo: needs_critic" in adv.check(config(algorithm="grpo", shadow=("ppo",)))[0]
+    assert "--shadow rloo: min_group_size" in adv.check(config(algorithm="ppo", samples_per_prompt=1, shadow=("rloo",)))[0]
 
 
 def test_registry_entries_exist():
-    import losses
-
     for name, a in adv.ALGORITHMS.items():
         assert a.group_stage in adv.GROUP_STAGES and a.batch_stage in adv.BATCH_STAGES, name
         assert a.policy_loss in losses.POLICY_LOSSES and a.aggregation in losses.AGGREGATIONS, name
+        assert a.kl_estimator in losses.KL_ESTIMATORS and a.kl_place in ("loss", "reward"), name

@@ -1,8 +1,11 @@
 """dist_utils.py: statistics, failing together, and the memory of full parameters, on real ranks."""
 
+import contextlib
+import io
 import json
 import math
 
+import dist_worker
 import pytest
 import torch
 from conftest import launch
@@ -11,14 +14,15 @@ import dist_utils as du
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory, tiny):
-    found = {}
-    for world in (1, 2):
-        out = tmp_path_factory.mktemp("dist") / "out.json"
-        result = launch(world, "dist_worker.py", tiny, out, timeout=90)
-        assert result.returncode == 0, result.stderr[-3000:]
-        found[world] = json.loads(out.read_text()), result.stderr
-    return found
+def answers(tmp_path_factory, mini, alone):
+    """What one process and two ranks said to each case of dist_worker.py, and on stderr."""
+    out, err = tmp_path_factory.mktemp("dist") / "out.json", io.StringIO()
+    result = launch(2, "dist_worker.py", mini, out, timeout=90)
+    assert result.returncode == 0, result.stderr[-3000:]
+    du._say_world_size.cache_clear()
+    with contextlib.redirect_stderr(err):
+        one = dist_worker.answers_of(alone, str(mini))
+    return {1: (one, err.getvalue()), 2: (json.loads(out.read_text()), result.stderr)}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -28,6 +32,15 @@ def test_two_pass_statistics(answers, world):
     for mean, std, count, low, high in answers[world][0]["close together"]:
         assert (mean, count, low, high) == (pytest.approx(10000.0015, rel=1e-12), 4, 10000, 10000.003)
         assert std == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_correlation_and_the_world_size_of_statistics(answers, world):
+    said, stderr = answers[world]
+    for both, constant, nothing in said["correlation"]:
+        assert both == pytest.approx(0.5291502622129182, rel=1e-12) and constant is None and nothing is None
+    lines = [line for line in stderr.splitlines() if "statistics are over" in line]
+    assert sorted(lines) == [f"[rank {r}] statistics are over {world} ranks" for r in range(world)]  # once a rank
 
 
 def test_failure_on_one_rank_reaches_all_with_its_message(answers):
@@ -63,6 +76,26 @@ def test_ledger_sums_to_the_step():
     ledger.close(meter, 10, 2)
     parts = [meter.means[f"perf/seconds_{n}"][0] for n in ("a", "other")]
     assert sum(parts) == pytest.approx(meter.means["perf/seconds_step"][0]) and all(p > 0 for p in parts)
+
+
+def test_metric_names_are_a_closed_list():
+    for name in ("reward/format", "eval/greedy/format", "reward/a_b_correlation", "advantage/shadow_grpo_correlation"):
+        assert du.known_metric(name), name
+    assert not du.known_metric("rewards/format") and not du.known_metric("optim/lrr")
+
+
+@pytest.mark.parametrize(
+    "schedule, warmup, want",
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1]),
+        ("constant", 2, [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("linear", 2, [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 2, [1 / 3, 2 / 3, 1, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_learning_rate(schedule, warmup, want):
+    got = [du.lr_factor(step, schedule, warmup, 6) for step in range(6)]
+    assert got == pytest.approx(want)
 
 
 def test_compute_dtype(monkeypatch):

@@ -232,7 +232,7 @@ def as_samples(prompts, responses):
 def trainer_logprobs(model, samples, temperature):
     width = max(len(s.response_ids) for s in samples)
     mask = torch.ones(len(samples), width, dtype=torch.bool)
-    batch = losses.collate(samples, torch.zeros(len(samples), width), mask, torch.device("cpu"))
+    batch = losses.collate(samples, mask, torch.device("cpu"))
     with torch.no_grad():
         return losses.token_logprobs(model, batch, temperature)[0], batch
 
@@ -243,7 +243,7 @@ def test_hf_engine_logprobs_are_the_trainers(tiny, temperature):
     sampling = ro.Sampling(3, temperature, 12, (2, 7))
     responses = engine.generate(PROMPTS, sampling, [1, 2, 3])
     samples = as_samples(PROMPTS, responses)
-    model = train.load_model(train.Config(), str(tiny))
+    model = losses.load_model(str(tiny))
     got, batch = trainer_logprobs(model, samples, temperature)
     assert (got - batch.rollout_logprobs)[batch.response_mask].abs().max() < 1e-4
 

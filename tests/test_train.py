@@ -10,6 +10,7 @@ import torch
 import yaml
 from conftest import ROOT, launch, make_samples
 
+import dist_utils as du
 import rollout as ro
 import train
 
@@ -118,29 +119,10 @@ def test_configuration_table_names_every_field():
     assert named == {f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
 
 
-def test_metric_names_are_a_closed_list():
-    assert train.known_metric("reward/format") and train.known_metric("eval/greedy/format")
-    assert not train.known_metric("rewards/format") and not train.known_metric("optim/lrr")
-
-
-@pytest.mark.parametrize(
-    "schedule, warmup, want",
-    [
-        ("constant", 0, [1, 1, 1, 1, 1, 1]),
-        ("constant", 2, [1 / 3, 2 / 3, 1, 1, 1, 1]),
-        ("linear", 2, [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
-        ("cosine", 2, [1 / 3, 2 / 3, 1, 0.8535534, 0.5, 0.1464466]),
-    ],
-)
-def test_learning_rate(schedule, warmup, want):
-    got = [train.lr_factor(step, schedule, warmup, 6) for step in range(6)]
-    assert got == pytest.approx(want)
-
-
 def test_trained_tokens_come_from_lengths_and_leave_out_what_nobody_scored():
     samples = make_samples([3], longest=4)
     scored = torch.tensor([[True, False], [False, False], [True, True]])
-    mask = train.trained_tokens(samples, scored, 6)
+    mask = ro.trained_tokens(samples, scored, 6)
     assert mask.sum(1).tolist() == [len(samples[0].response_ids), 0, len(samples[2].response_ids)] and mask.shape == (3, 6)
     assert mask[0, 0] and not mask[0, 5]
 
@@ -182,7 +164,7 @@ def test_two_ranks_and_no_torchrun_give_one_run(tmp_path, tiny, algorithm):
     last = found[0][-1]
     assert last["optim/grad_norm"] > 0 and last["policy/ratio"] != 1.0 and last["advantage/abs"] > 0
     assert last["rollout/logprob_diff"] < 1e-3
-    seconds = [last[f"perf/seconds_{p}"] for p in train.PHASES]
+    seconds = [last[f"perf/seconds_{p}"] for p in du.PHASES]
     assert sum(seconds) == pytest.approx(last["perf/seconds_step"], rel=1e-6)
 
 

@@ -23,7 +23,7 @@ rw.REWARDS["vowels"] = lambda response, row: None if not response else sum(respo
 
 
 def probe_logprobs(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
-    batch = losses.collate([PROBE], torch.zeros(1, 5), torch.ones(1, 5, dtype=torch.bool), device)
+    batch = losses.collate([PROBE], torch.ones(1, 5, dtype=torch.bool), device)
     with torch.no_grad():
         return losses.token_logprobs(model, batch, 1.0)[0][0]
 

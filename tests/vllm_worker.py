@@ -11,6 +11,7 @@ from test_rollout import as_samples, trainer_logprobs
 from torch.distributed.tensor import distribute_tensor
 
 import dist_utils as du
+import losses
 import rollout as ro
 import train
 
@@ -33,7 +34,7 @@ def main(model_path: str, dtype_name: str, out: str) -> None:
     ranks = du.start()
     dtype = getattr(torch, dtype_name)
     engine = ro.VLLMEngine(model_path, dtype, ranks.device, ranks.rank, 512, 0.5, 1)
-    model = train.load_model(train.Config(), model_path)
+    model = losses.load_model(model_path)
     model = du.shard_model(model, list(model.get_decoder().layers), dtype)
     seen: dict = {}
     for temperature in (0.5, 1.0, 1.5):
@@ -59,7 +60,7 @@ def main(model_path: str, dtype_name: str, out: str) -> None:
             size = 0.3 if "embed" in name else 0.05
             parameter.add_(distribute_tensor(noise * size, parameter.device_mesh, parameter.placements))
     seen["gap before the push"] = gap(model, engine.generate(PROMPTS, sampling, seeds), 1.0)
-    train.push_weights(engine, model, dtype)
+    engine.load_weights(du.full_parameters(model, dtype))
     seen["gap after the push"] = gap(model, engine.generate(PROMPTS, sampling, seeds), 1.0)
     gathered = du.gather_objects(seen)
     if ranks.rank == 0:
