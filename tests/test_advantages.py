@@ -249,9 +249,8 @@ def test_whole_algorithm_equals_its_oracle(alone, name, case, poison):
     dirty = [torch.where(mask, x, poison) for x in (lp, old, ref, roll, values)]
     graded = (components, scored, weights, torch.tensor(groups))
     own = adv.group_scores(name, *graded)
-    batch = SimpleNamespace(
-        rows=slice(0, 6), response_mask=mask, old_logprobs=dirty[1], ref_logprobs=dirty[2], old_values=dirty[4]
-    )
+    known = {"old_logprobs": dirty[1], "ref_logprobs": dirty[2], "old_values": dirty[4], "rollout_logprobs": dirty[3]}
+    batch = SimpleNamespace(rows=slice(0, 6), response_mask=mask, **known)
     batch.put = lambda part, to: losses.Batch.put(batch, part, to)
     r = train.rollout_of(cfg, [([batch], None)], own, mask, [6])
     numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
