@@ -349,16 +349,20 @@ def token_advantages(
 
 
 def contributions(
-    name: str, components: torch.Tensor, scored: torch.Tensor, weights: Sequence[float], groups: torch.Tensor
+    name: str,
+    components: torch.Tensor,
+    scored: torch.Tensor,
+    weights: Sequence[float],
+    groups: torch.Tensor,
+    scores: torch.Tensor,
 ) -> torch.Tensor:
-    """What each component puts into the scores: [N, K] float64; the sum over K is the score, where the stage compares groups.
+    """What each component puts into the scores [N]: [N, K] float64; the sum over K is the score, where a stage compares.
 
     With `uses_reward_components` w_k z_ik; otherwise the centred w_k x_ik of a group, times its sum |s| / sum |r - mean|.
     """
     if ALGORITHMS[name].uses_reward_components:
         alone = [[w if k == j else 0.0 for j, w in enumerate(weights)] for k in range(len(weights))]
         return torch.stack([group_scores(name, components, scored, w, groups) for w in alone], 1)
-    scores = group_scores(name, components, scored, weights, groups)
     parts = torch.zeros_like(components)
     weighted = torch.where(scored, components, 0.0) * torch.tensor(weights, dtype=torch.float64)
     for index in _each_group(groups, scored.any(1)):

@@ -11,6 +11,7 @@ Shapes: N samples of this rank, K rewards, T response tokens, [B, T] in a micro-
 import dataclasses
 import difflib
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -335,32 +336,11 @@ def find_problems(cfg: Config) -> list[str]:
             print(f"warning: the reward weights {cfg.weights} are {warning}", file=sys.stderr)
     except ValueError as e:
         problems.append(str(e))
-    counts = ("max_prompt_tokens", "max_response_tokens", "prompts_per_step", "samples_per_prompt", "steps", "kv_cache_gib")
-    counts += ("optimizer_steps_per_rollout", "epochs_per_rollout", "micro_batch_tokens", "push_every")
-    from_zero = ("warmup_steps", "eval_every", "eval_prompts", "weight_decay", "seed", "reference_update_every")
-    from_zero += ("kl_coef", "entropy_coef", "critic_warmup_steps", "mismatch_low")
-    for name, low in [*((n, 1) for n in counts), *((n, 0) for n in from_zero)]:
-        value = getattr(cfg, name)
-        if value is not None and not low <= value < float("inf"):
-            problems.append(f"{_flag(name)} {value}: must be at least {low}, and finite")
-    positive = ("temperature", "lr", "max_grad_norm", "max_logprob_diff", "clip_low", "clip_high", "mismatch_cap")
-    for name in (*positive, "tau_positive", "tau_negative", "critic_lr", "value_clip"):
-        value = getattr(cfg, name)
-        if value is not None and not 0 < value < float("inf"):
-            why = "; greedy samples of a group are all alike, so nothing can be learned" if name == "temperature" else ""
-            problems.append(f"{_flag(name)} {value}: must be a positive, finite number{why}")
+    problems += out_of_range(cfg)
     if cfg.seed >= 2**31:
         problems.append(f"--seed {cfg.seed}: must be below 2147483648")
     if len(set(cfg.eval_modes)) != len(cfg.eval_modes) or (cfg.eval_every and not cfg.eval_modes):
         problems.append(f"--eval-modes {' '.join(cfg.eval_modes)}: name greedy, sampled or both, each once")
-    for name in ("adam_beta2", "gpu_memory_utilization"):
-        if not 0 < getattr(cfg, name) < 1:
-            problems.append(f"{_flag(name)} {getattr(cfg, name)}: must lie between 0 and 1")
-    for name in ("gamma", "gae_lambda"):
-        if getattr(cfg, name) is not None and not 0 <= getattr(cfg, name) <= 1:
-            problems.append(f"{_flag(name)} {getattr(cfg, name)}: must lie between 0 and 1, both allowed")
-    if cfg.dual_clip is not None and not 1 < cfg.dual_clip < float("inf"):
-        problems.append(f"--dual-clip {cfg.dual_clip}: must be over 1, and finite; usual is 3")
     if cfg.mismatch_low >= cfg.mismatch_cap:
         problems.append(f"--mismatch-low {cfg.mismatch_low}: must be below --mismatch-cap {cfg.mismatch_cap}")
     for name, known in (("aggregation", losses.AGGREGATIONS), ("kl_estimator", losses.KL_ESTIMATORS)):
@@ -394,6 +374,29 @@ def find_problems(cfg: Config) -> list[str]:
     if cfg.model == "embedded" and not (embedded_model_path() / "config.json").exists():
         problems.append(f"--model embedded: {embedded_model_path()} is missing; run python scripts/prepare_model.py")
     return problems
+
+
+def out_of_range(cfg: Config) -> list[str]:
+    """Numbers that lie where they make no sense; a flag that was not given cannot."""
+    at_least_1 = "max_prompt_tokens max_response_tokens prompts_per_step samples_per_prompt steps kv_cache_gib push_every "
+    at_least_1 += "optimizer_steps_per_rollout epochs_per_rollout micro_batch_tokens"
+    at_least_0 = "warmup_steps eval_every eval_prompts weight_decay seed reference_update_every kl_coef entropy_coef "
+    at_least_0 += "critic_warmup_steps mismatch_low"
+    positive = (
+        "lr max_grad_norm max_logprob_diff clip_low clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip"
+    )
+    greedy = "a positive, finite number; greedy samples of a group are all alike, so nothing can be learned"
+    ranges = (
+        ("at least 1", lambda v: 1 <= v < math.inf, at_least_1),
+        ("at least 0, and finite", lambda v: 0 <= v < math.inf, at_least_0),
+        ("a positive, finite number", lambda v: 0 < v < math.inf, positive),
+        (greedy, lambda v: 0 < v < math.inf, "temperature"),
+        ("over 1, and finite; usual is 3", lambda v: 1 < v < math.inf, "dual_clip"),
+        ("over 0 and under 1", lambda v: 0 < v < 1, "adam_beta2 gpu_memory_utilization"),
+        ("from 0 to 1", lambda v: 0 <= v <= 1, "gamma gae_lambda"),
+    )
+    values = [(name, getattr(cfg, name), what, fits) for what, fits, names in ranges for name in names.split()]
+    return [f"{_flag(n)} {v}: must be {what}" for n, v, what, fits in values if v is not None and not fits(v)]
 
 
 def unread_flags(cfg: Config) -> list[str]:
@@ -510,9 +513,7 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
     tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
     du.agree("the prompts", [p and p.digest() for p in (prompts, held_out)])
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
-    if ranks.rank == 0:
-        ro.describe_data(prompts, held_out)
-        print(equation(cfg) + plan(cfg, ranks.world_size, model_path), flush=True)
+    du.run_together("describing the run", describe if ranks.rank == 0 else no_work, cfg, ranks, model_path, prompts, held_out)
     dtype = du.compute_dtype(cfg.dtype, ranks.device)
     room = (cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_utilization, cfg.kv_cache_gib)
     engine = ro.ENGINES[cfg.engine](model_path, dtype, ranks.device, cfg.seed + ranks.rank, *room)
@@ -531,6 +532,12 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
     log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
     data = (tokenizer, eos, prompts, held_out)
     return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, policy, critic, reference, order, log)
+
+
+def describe(cfg: Config, ranks: du.Ranks, model_path: str, prompts: ro.Prompts, held_out: ro.Prompts | None) -> None:
+    """Say what will be trained on what."""
+    ro.describe_data(prompts, held_out)
+    print(equation(cfg) + plan(cfg, ranks.world_size, model_path), flush=True)
 
 
 def equation(cfg: Config) -> str:
@@ -560,6 +567,8 @@ def equation(cfg: Config) -> str:
         moving = f", which follows every {cfg.reference_update_every} steps" if cfg.reference_update_every else ""
         kl = adv.formula_of(losses.KL_ESTIMATORS[estimator]).replace("x = logprobs - base_logprobs", f"x = {of} - ref_logprobs")
         lines.append(f"  KL = {kl.removeprefix('x = ')} in the {place}, kl_coef {coef:g}{moving}")
+        if losses.KL_ESTIMATORS[estimator] is losses.k1 and place == "loss":
+            lines[-1] += "; warning: its expected gradient is 0, k2 and k3 pull the policy back"
     lines += [f"  {', '.join(f'{n} {v:g}' for n, v in numbers.items())}"] if numbers else []
     return "\n".join(lines) + "\n"
 
@@ -598,7 +607,7 @@ def measure_scores(cfg: Config, graded: tuple, scores: torch.Tensor, meter: du.M
     components, scored, weights, groups = graded
     total = adv.weighted_sum(components, scored, torch.tensor(weights, dtype=torch.float64))
     meter.mean("reward/total", total.sum(), len(total))
-    parts = du.run_together("measuring scores", adv.contributions, cfg.algorithm, *graded)
+    parts = du.run_together("measuring scores", adv.contributions, cfg.algorithm, *graded, scores)
     adv.measure(meter, cfg.rewards, components, scored, parts, scores, groups)
 
 

@@ -372,7 +372,8 @@ def test_contributions_add_up_to_the_score():
     components, scored = matrix([[1, 0, 0.5, 1, 1, 0], [0, 1, 1, 0, 3, 2]])
     graded = (components, scored, [1.0, 0.5], torch.tensor([0, 0, 0, 1, 1, 1]))
     for name in NAMES:
-        parts, whole = adv.contributions(name, *graded), adv.group_scores(name, *graded)
+        whole = adv.group_scores(name, *graded)
+        parts = adv.contributions(name, *graded, whole)
         if adv.ALGORITHMS[name].group_stage != "none":
             torch.testing.assert_close(parts.sum(1), whole, atol=1e-12, rtol=1e-12)
 
@@ -382,7 +383,8 @@ def test_observation_of_rewards_that_nearly_cancel(alone):
         components, scored = matrix([[0, 1, 2], second])
         graded = (components, scored, [1.0, 1.0], torch.zeros(3, dtype=torch.int64))
         meter = du.Meter()
-        parts, s = adv.contributions("gdpo", *graded), adv.group_scores("gdpo", *graded)
+        s = adv.group_scores("gdpo", *graded)
+        parts = adv.contributions("gdpo", *graded, s)
         adv.measure(meter, ["a", "b"], components, scored, parts, s, graded[3])
         return meter.reduce(), s
 

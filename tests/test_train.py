@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+import math
 import re
+import runpy
 import time
 
 import pytest
 import torch
+import train_worker
 import yaml
 from conftest import ROOT, launch, make_samples
 
+import advantages as adv
 import dist_utils as du
+import losses
 import rollout as ro
 import train
 
@@ -83,7 +88,32 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--steps", "0"), "--steps 0: must be at least 1"),
         (("--samples-per-prompt", "1"), "min_group_size = 2 of gdpo"),
         (("--normalize-advantages",), "forbids_normalize_advantages of gdpo"),
-        (("--algorithm", "grop"), "--algorithm grop: unknown; there are grpo, gdpo"),
+        (("--algorithm", "grop"), "--algorithm grop: unknown; there are grpo, dr_grpo"),
+        (
+            ("--tau-positive", "1"),
+            "the loss ppo of gdpo does not read it. Drop the flag, or use --algorithm sapo",
+        ),
+        (("--algorithm", "sapo", "--clip-low", "0.1"), "--clip-low 0.1: the loss sapo of sapo does not read it"),
+        (
+            ("--gae-lambda", "0.9"),
+            "--gae-lambda 0.9: the batch stage whiten_sequence of gdpo does not",
+        ),
+        (("--gamma", "0.9"), "or use --algorithm reinforce_plus_plus|ppo"),
+        (("--dual-clip", "0.9"), "--dual-clip 0.9: must be over 1"),
+        (("--kl-coef", "-1"), "--kl-coef -1.0: must be at least 0"),
+        (("--kl-coef", "nan"), "--kl-coef nan: must be at least 0, and finite"),
+        (("--kl-estimator", "k2"), "--kl-estimator k2: there is no KL term, as --kl-coef is 0"),
+        (("--kl-coef", "0.1", "--kl-estimator", "k4"), "--kl-estimator k4: unknown; there are k1, k2, k3"),
+        (("--reference-update-every", "5"), "--reference-update-every 5: there is no KL term"),
+        (("--offload-reference",), "--offload-reference True: there is no KL term"),
+        (("--mismatch-low", "3"), "--mismatch-low 3.0: must be below --mismatch-cap 2.0"),
+        (("--algorithm", "grpo", "--push-every", "2", "--eval-every", "3"), "--eval-every 3: not a multiple of --push-every 2"),
+        (("--algorithm", "ppo", "--critic-warmup-steps", "100"), "the policy would never learn"),
+        (("--algorithm", "ppo", "--gae-lambda", "1.5"), "--gae-lambda 1.5: must be from 0 to 1"),
+        (("--algorithm", "grpo", "--reward-hook", "hook"), "--reward-hook hook: expected path.py:function"),
+        (("--algorithm", "grpo", "--reward-hook", "no.py:f"), "--reward-hook no.py:f: running no.py (seen from"),
+        (("--algorithm", "grpo", "--reward-hook", "train.py:f", "--no-normalize-rewards"), "both replace the group stage"),
+        (("--shadow", "gpdo"), "--shadow gpdo: unknown"),
         (("--rewards", "corectness"), "did you mean correctness"),
         (("--reward-weights", "format=0", "correctness=0"), "all weights are zero"),
         (("--prompts-per-step", "9", "--optimizer-steps-per-rollout", "2"), "not divisible"),
@@ -100,6 +130,46 @@ def test_files_that_are_none(tmp_path, capsys):
 )
 def test_wrong_command_lines(capsys, argv, says):
     assert says in refused(capsys, *argv)
+
+
+def test_only_the_final_configuration_is_checked(tmp_path, capsys):
+    """A file that is legal for one algorithm, and a command line that changes it to another: the whole counts."""
+    path = tmp_path / "a.yaml"
+    path.write_text("algorithm: grpo\noptimizer_steps_per_rollout: 4\nnormalize_advantages: true\nclip_low: 0.1\n")
+    changes = ["--algorithm", "rloo", "--optimizer-steps-per-rollout", "1", "--no-normalize-advantages", "--clip-low", "None"]
+    cfg = parse("--config", path, *changes)
+    assert (cfg.updates_per_rollout, train.policy_updates(cfg), train.batch_sequences(cfg)) == (1, 100, 64)
+    err = refused(capsys, "--config", path, "--algorithm", "rloo")
+    assert err.count("\n  - ") == 3 and "4 optimizer steps a rollout: requires_on_policy_updates of rloo refuses it" in err
+    path.write_text("algorithm: rloo\nepochs_per_rollout: 2\nkl_place: reward\nsamples_per_prompt: 1\n")
+    from_file = refused(capsys, "--config", path)
+    argv = ["--algorithm", "rloo", "--epochs-per-rollout", "2", "--kl-place", "reward", "--samples-per-prompt", "1"]
+    assert refused(capsys, *argv) == from_file and from_file.count("refuses it") == 3
+
+
+def test_the_equation_is_what_the_configuration_looks_up():
+    said = train.equation(parse("--reward-weights", "format=0.5"))
+    assert said.startswith("gdpo: L = (1 / N) sum_i (sum_t m (w l) / T_i)") and "N = 64 sequences" in said
+    assert "sum_k w_k (x_ik - mean_g(x_k)) / (std_g(x_k) + 1e-4), w = correctness 1, format 0.5" in said
+    assert "w_it = min(q, 2), q = exp(old_logprobs - rollout_logprobs) of a token" in said and "KL" not in said
+    argv = ["--algorithm", "dapo", "--kl-coef", "0.1", "--entropy-coef", "0.01", "--mismatch", "none", "--dual-clip", "3"]
+    said = train.equation(parse(*argv, "--reference-update-every", "4", "--normalize-advantages"))
+    assert "L = sum_it m (w l + 0.1 KL - 0.01 H) / sum_it m" in said and "w_it = 1\n" in said
+    assert "KL = exp(-x) - 1 + x, x = logprobs - ref_logprobs in the loss, kl_coef 0.1, which follows every 4 steps" in said
+    assert "clip_low 0.2, clip_high 0.28, dual_clip 3" in said and "then whitened over its tokens" in said
+    said = train.equation(parse("--algorithm", "reinforce_plus_plus", "--mismatch", "mask", "--mismatch-level", "sequence"))
+    assert "KL = old_logprobs - ref_logprobs in the reward, kl_coef 0.01" in said and "m (w l) /" in said
+    assert "q where 0.5 <= q <= 2, else 0, q = exp(old_logprobs - rollout_logprobs) of a sequence" in said
+    argv = ["--algorithm", "grpo", "--kl-coef", "1", "--kl-estimator", "k1"]
+    assert "warning: its expected gradient is 0" in train.equation(parse(*argv))
+    assert "s_i = r_i - mean_g(r)" in train.equation(parse("--algorithm", "dr_grpo"))
+    assert "s_i = r_i = sum_k" in train.equation(parse("--algorithm", "dr_grpo", "--no-normalize-rewards"))
+
+
+def test_plan_counts_tokens_and_memory(mini):
+    said = train.plan(parse("--algorithm", "ppo", "--kl-coef", "0.1", "--dtype", "float32"), 2, str(mini))
+    assert "8 x 8 = 64 responses, at most 16,384 tokens after 4,096 of prompts" in said and "2 ranks" in said
+    assert "critic" in said and "reference" in said and "reference" not in train.plan(parse(), 1, str(mini))
 
 
 def test_all_problems_in_one_message(capsys):
@@ -145,27 +215,107 @@ def metrics_of(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("algorithm", ["gdpo", "grpo"])
-def test_two_ranks_and_no_torchrun_give_one_run(tmp_path, tiny, algorithm):
-    """4 updates a rollout, uneven micro-batches, an evaluation: the same numbers on 2 ranks and by plain python."""
-    argv = ["--algorithm", algorithm, "--steps", "2", "--optimizer-steps-per-rollout", "2", "--epochs-per-rollout", "2"]
-    argv += ["--eval-every", "1", "--eval-modes", "greedy", "sampled", "--eval-prompts", "7", "--micro-batch-tokens", "60"]
-    found = {}
-    for world in (0, 2):
-        result, run_dir = run(world, tmp_path, tiny, *argv)
-        assert result.returncode == 0, result.stderr[-3000:]
-        found[world] = metrics_of(run_dir)
-    assert len(found[0]) == 3
-    for one, two in zip(found[0], found[2]):
-        assert one.keys() == two.keys()
-        for name in one:
-            if not name.startswith("perf/"):
-                assert one[name] == pytest.approx(two[name], rel=2e-3, abs=2e-5), name
-    last = found[0][-1]
-    assert last["optim/grad_norm"] > 0 and last["policy/ratio"] != 1.0 and last["advantage/abs"] > 0
-    assert last["rollout/logprob_diff"] < 1e-3
+MANY = ["--steps", "2", "--micro-batch-tokens", "200", "--no-export", "--kl-coef", "0.05"]
+SEVERAL = ["--optimizer-steps-per-rollout", "2"]
+EVALS = ["--eval-every", "1", "--eval-modes", "greedy", "sampled", "--eval-prompts", "7"]
+RUNS = {name: ["--algorithm", name, *([] if a.requires_on_policy_updates else SEVERAL)] for name, a in adv.ALGORITHMS.items()}
+RUNS["gdpo"] += [*EVALS, "--epochs-per-rollout", "2", "--micro-batch-tokens", "60", "--shadow", "grpo", "reinforce_plus_plus"]
+RUNS["ppo"] += ["--shadow", "ppo", "gdpo", "--normalize-advantages"]
+RUNS |= {
+    "warmup": ["--algorithm", "ppo", "--critic-warmup-steps", "1", "--kl-place", "loss", "--kl-estimator", "k2"],
+    "following": ["--algorithm", "grpo", "--reference-update-every", "1", "--offload-reference", "--entropy-coef", "0.01"],
+    "stale": ["--algorithm", "grpo", "--push-every", "2", "--mismatch", "mask", "--mismatch-level", "sequence", "--lr", "0.02"],
+    "hook": ["--algorithm", "grpo", "--reward-hook", "tests/hooks.py:best_of_group", "--dual-clip", "3"],
+    "plain": ["--algorithm", "dapo", "--no-normalize-rewards", "--mismatch", "none"],
+}
+
+
+COMPARED = ["gdpo", "gspo", "reinforce_plus_plus", "ppo", "following", "stale"]  # on one process too
+
+
+@pytest.fixture(scope="module")
+def many(tiny, alone, tmp_path_factory):
+    """Every algorithm, and runs with other flags, on two ranks; some on one process: {world: {name: metrics}}."""
+    folder, found = tmp_path_factory.mktemp("many"), {}
+    argv = [str(a) for a in ("--model", tiny, *BASE, *MANY)]
+    result = launch(2, "train_worker.py", json.dumps({"runs": RUNS}), "--run-dir", folder / "2", *argv, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    train_worker.many_runs(alone, folder / "1", argv, {name: RUNS[name] for name in COMPARED})
+    for world, names in ((1, COMPARED), (2, RUNS)):
+        found[world] = {name: metrics_of(folder / str(world) / name) for name in names}
+    return found
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_every_algorithm_trains_on_two_ranks(many, name):
+    """Two steps: all metrics finite, a gradient that is not zero, a ledger that adds up."""
+    for metrics in many[2][name]:
+        assert all(math.isfinite(value) for value in metrics.values())
+    last = many[2][name][-1]
+    assert last["optim/grad_norm"] > 0 and last["advantage/abs"] > 0 and last["loss/policy"] != 0
     seconds = [last[f"perf/seconds_{p}"] for p in du.PHASES]
     assert sum(seconds) == pytest.approx(last["perf/seconds_step"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_ranks_and_one_process_give_one_run(many, name):
+    """Several updates a rollout, uneven micro-batches, KL, critic, evaluation: the same numbers on 2 ranks and on 1."""
+    for one, two in zip(many[1][name], many[2][name], strict=True):
+        assert one.keys() == two.keys()
+        for metric in one:
+            if not metric.startswith("perf/"):
+                assert one[metric] == pytest.approx(two[metric], rel=5e-3, abs=5e-5), metric
+
+
+@pytest.mark.parametrize("name", list(adv.ALGORITHMS))
+def test_ratio_and_reference_start_where_they_must(many, name):
+    """Before the first update the reference is the policy: KL to it is exactly 0 there, and no longer after it."""
+    first, last = many[2][name][-2:]
+    on_policy = adv.ALGORITHMS[name].requires_on_policy_updates
+    assert (first["policy/ratio"] == 1) == on_policy
+    assert (first["policy/ref_kl_k3"] == 0) == on_policy and last["policy/ref_kl_k3"] > 0
+    assert first["rollout/logprob_diff"] < 1e-3 and last["rollout/logprob_diff"] < 1e-3
+
+
+def test_critic_learns_and_warms_up_alone(many):
+    first, last = many[2]["ppo"]
+    assert first["advantage/explained_variance"] == pytest.approx(0, abs=1e-6)  # the head starts at 0
+    assert last["loss/value"] < first["loss/value"] and last["advantage/explained_variance"] > 0
+    assert last["optim/critic_grad_norm"] > 0 and last["optim/critic_lr"] == 1e-5
+    assert (
+        last["advantage/shadow_ppo_correlation"] < 1 - 1e-6 or last["advantage/shadow_ppo_sign_agreement"] < 1
+    )  # not whitened
+    warm, then = many[2]["warmup"]
+    assert "optim/grad_norm" not in warm and "loss/policy" not in warm and warm["loss/value"] > 0
+    assert then["policy/ref_kl_k3"] == 0 and then["optim/grad_norm"] > 0  # the policy had not moved
+
+
+def test_reference_follows_and_the_engine_may_be_stale(many):
+    assert many[2]["following"][1]["policy/ref_kl_k3"] == 0
+    fresh, stale = many[2]["stale"]
+    assert fresh["rollout/logprob_diff"] < 1e-3 < 0.2 < stale["rollout/logprob_diff"]  # over the limit, on purpose
+    assert stale["policy/ratio"] == 1 and stale["policy/mismatch_weight"] < 1 and stale["policy/mismatch_outside"] > 0
+
+
+def test_hooks_and_raw_rewards_are_used(many):
+    for metrics in many[2]["hook"]:
+        assert metrics["advantage/max"] == 1 and metrics["advantage/distinct_per_group"] <= 2
+    for metrics in many[2]["plain"]:
+        assert metrics["advantage/max"] > 0 and metrics["policy/mismatch_weight"] == 1
+
+
+def test_an_engine_without_finite_log_probs_is_refused(alone):
+    seen, known = du.Meter(), {"rollout/nonfinite_logprobs": (3, 4), "rollout/logprob_diff": (0.1, 1), "rollout/kl_k3": (0, 1)}
+    seen.means_of(known)
+    seen.peak("rollout/logprob_diff_max", 0.1)
+    meter = du.Meter()
+    train.check_mismatch(train.Config(), seen, True, meter)
+    assert meter.reduce()["rollout/nonfinite_logprobs"] == 0.75
+    none = du.Meter()
+    none.means_of({"rollout/nonfinite_logprobs": (4, 4), "rollout/logprob_diff": (0.0, 0)})
+    for fresh in (True, False):
+        with pytest.raises(RuntimeError, match="over --max-logprob-diff"):
+            train.check_mismatch(train.Config(), none, fresh, du.Meter())
 
 
 def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
@@ -236,6 +386,24 @@ def test_later_optimizer_batches_compare_with_the_policy_that_sampled(tmp_path, 
 def test_a_push_that_does_nothing_stops_the_run(tmp_path, tiny):
     result, _ = run(2, tmp_path, tiny, "--steps", "30", "--lr", "0.05", options={"skip_push": True})
     assert result.returncode != 0 and "over --max-logprob-diff 0.2" in result.stderr
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda b: b[3:].split(".py")[0])
+def test_examples_of_the_readme_train(tmp_path, tiny, alone, monkeypatch, capfd, block):
+    """ "Add an algorithm" and "Add a loss": the files as they stand there, two steps, and what the run says of itself."""
+    monkeypatch.setattr(adv, "ALGORITHMS", dict(adv.ALGORITHMS))
+    monkeypatch.setattr(adv, "GROUP_STAGES", dict(adv.GROUP_STAGES))
+    monkeypatch.setattr(losses, "POLICY_LOSSES", dict(losses.POLICY_LOSSES))
+    name = re.match(r'"""(\w+)\.py: .*python (\w+)\.py --algorithm (\w+)', block).groups()
+    assert len(set(name)) == 1 and block.endswith("    train.main(sys.argv[1:])\n")
+    (tmp_path / f"{name[0]}.py").write_text(block)
+    runpy.run_path(str(tmp_path / f"{name[0]}.py"), run_name="example")
+    argv = ["--model", tiny, *BASE, "--algorithm", name[0], "--steps", "2", "--epochs-per-rollout", "2", "--no-export"]
+    train.train(parse(*argv, "--run-dir", tmp_path / "run"), alone)
+    for metrics in metrics_of(tmp_path / "run"):
+        assert metrics["optim/grad_norm"] > 0 and math.isfinite(metrics["loss/policy"])
+    said = capfd.readouterr().out
+    assert f"{name[0]}: L = " in said and ("median_g(r)" in said or "-ratio A where" in said)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Started by torchrun: train.main with rewards for untrained models, and with one thing broken on one rank.
 
     train_worker.py OPTIONS ARGUMENTS OF train.py...
-OPTIONS is JSON: {"fail": [module, function, rank], "skip_push": true, "probe": FILE}. `probe` writes the trainer's
-log-probs of a fixed response (PROBE) before the export.
+OPTIONS is JSON: {"fail": [module, function, rank], "skip_push": true, "probe": FILE, "runs": {name: arguments}}. `probe` writes
+the trainer's log-probs of a fixed response (PROBE) before the export; `runs` makes one run after another in one process group,
+each in a folder of its name under --run-dir.
 """
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -26,6 +28,13 @@ def probe_logprobs(model: torch.nn.Module, device: torch.device) -> torch.Tensor
     batch = losses.collate([PROBE], torch.ones(1, 5, dtype=torch.bool), device)
     with torch.no_grad():
         return losses.token_logprobs(model, batch, 1.0)[0][0]
+
+
+def many_runs(ranks: du.Ranks, folder: Path, argv: list[str], runs: dict[str, list[str]]) -> None:
+    """Each run as `train.main` would make it, the process group and the picture at the end apart."""
+    train.sum_up = train.no_work
+    for name, more in runs.items():
+        train.train(train.parse([*argv, *more, "--run-dir", str(folder / name)]), ranks)
 
 
 def break_on(module: str, name: str, rank: int) -> None:
@@ -56,6 +65,10 @@ def main(options: dict, argv: list[str]) -> None:
             export(model, *args)
 
         du.export_model = export_and_probe
+    if "runs" in options:
+        folder = Path(argv[argv.index("--run-dir") + 1])
+        many_runs(du.start(), folder, argv, options["runs"])
+        du.leave(0)
     train.main(argv)
 
 
