@@ -70,12 +70,17 @@ def _each_group(groups: torch.Tensor, scored: torch.Tensor) -> list[torch.Tensor
     return [((groups == g) & scored).nonzero()[:, 0] for g in groups.unique()]
 
 
+def weigh(components: torch.Tensor, scored: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """w_k x_ik, 0 where a component abstained: [N, K] float64."""
+    return torch.where(scored, components, 0.0) * weights
+
+
 def weighted_sum(components: torch.Tensor, scored: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """r = sum_k w_k x_k over the components that did not abstain. [N, K] float64 -> [N] float64.
 
     Errors: ValueError where a sum does not fit float32, rather than a group of equal infinities without signal.
     """
-    rewards = (torch.where(scored, components, 0.0) * weights).sum(1)
+    rewards = weigh(components, scored, weights).sum(1)
     if not (rewards.abs() <= FLOAT32_MAX).all():
         worst = int(rewards.abs().nan_to_num(nan=float("inf")).argmax())
         raise ValueError(
@@ -364,7 +369,7 @@ def contributions(
         alone = [[w if k == j else 0.0 for j, w in enumerate(weights)] for k in range(len(weights))]
         return torch.stack([group_scores(name, components, scored, w, groups) for w in alone], 1)
     parts = torch.zeros_like(components)
-    weighted = torch.where(scored, components, 0.0) * torch.tensor(weights, dtype=torch.float64)
+    weighted = weigh(components, scored, torch.tensor(weights, dtype=torch.float64))
     for index in _each_group(groups, scored.any(1)):
         centred = weighted[index] - weighted[index].mean(0)
         spread = centred.sum(1).abs().sum()
@@ -374,10 +379,18 @@ def contributions(
 
 
 def measure(
-    meter: Meter, names: Sequence[str], components: torch.Tensor, scored: torch.Tensor, parts: torch.Tensor,
-    scores: torch.Tensor, groups: torch.Tensor,
-) -> None:  # fmt: skip
+    meter: Meter,
+    names: Sequence[str],
+    components: torch.Tensor,
+    scored: torch.Tensor,
+    weights: Sequence[float],
+    groups: torch.Tensor,
+    scores: torch.Tensor,
+    parts: torch.Tensor,
+) -> None:
     """Metrics of a rollout's rewards and scores; names: K, parts [N, K]: `contributions`. Uses collectives, changes nothing."""
+    totals = weigh(components, scored, torch.tensor(weights, dtype=torch.float64)).sum(1)
+    meter.mean("reward/total", totals.sum(), len(totals))
     for k, name in enumerate(names):
         meter.mean(f"reward/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
         meter.total(f"reward/{name}_abstained", (~scored[:, k]).sum())

@@ -604,11 +604,8 @@ def plan(cfg: Config, world_size: int, model_path: str) -> str:
 
 def measure_scores(cfg: Config, graded: tuple, scores: torch.Tensor, meter: du.Meter) -> None:
     """Metrics of the rewards and scores. Uses collectives."""
-    components, scored, weights, groups = graded
-    total = adv.weighted_sum(components, scored, torch.tensor(weights, dtype=torch.float64))
-    meter.mean("reward/total", total.sum(), len(total))
     parts = du.run_together("measuring scores", adv.contributions, cfg.algorithm, *graded, scores)
-    adv.measure(meter, cfg.rewards, components, scored, parts, scores, groups)
+    adv.measure(meter, cfg.rewards, *graded, scores, parts)
 
 
 def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advantages, returns, meter: du.Meter) -> None:
@@ -616,14 +613,16 @@ def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advanta
     mask = rollout.response_mask
     meter.mean("advantage/abs", advantages[mask].abs().sum(), mask.sum())
     meter.peak("advantage/max", advantages.abs().max() if len(advantages) else 0.0)
+    if du.sum_over_ranks(float(mask.sum())) == 0:
+        return  # nothing to take statistics of
     shadows = {}
     for name in cfg.shadow:
-        scores = du.run_together("a shadow's group stage", adv.group_scores, name, *graded)
         other = adv.ALGORITHMS[name]
+        scores = du.run_together("a shadow's group stage", adv.group_scores, name, *graded)
         numbers = {n: getattr(other, n) for n in adv.options_of(adv.BATCH_STAGES[other.batch_stage])}
         shadows[name], _ = adv.token_advantages(name, dataclasses.replace(rollout, scores=scores), False, **numbers)
     adv.measure_shadows(meter, shadows, advantages, mask)
-    if returns is not None and du.sum_over_ranks(float(mask.sum())):
+    if returns is not None:
         error, spread = (du.mean_std(x, mask, ddof=0) for x in (returns - rollout.values, returns))
         if not spread.collapsed:
             meter.mean("advantage/explained_variance", 1 - (error.std / spread.std) ** 2, 1)

@@ -116,7 +116,8 @@ def launch(world_size: int, script: str, *args: object, timeout: int = 120) -> s
 
 @pytest.fixture(scope="session")
 def quickstart(embedded, tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
-    """What scripts/quickstart.sh runs after its set-up, cut to two steps: the process and the run folder."""
+    """What scripts/quickstart.sh runs after its set-up, cut to two small steps: the process and the run folder."""
     run_dir = tmp_path_factory.mktemp("quickstart") / "run"
-    argv = ["--config", "scripts/quickstart.yaml", "--steps", "2", "--eval-prompts", "12", "--run-dir", run_dir]
+    argv = ["--config", "scripts/quickstart.yaml", "--steps", "2", "--eval-prompts", "6", "--prompts-per-step", "4"]
+    argv += ["--run-dir", run_dir]
     return launch(0, "train.py", *argv, timeout=240), run_dir

@@ -379,18 +379,20 @@ def test_contributions_add_up_to_the_score():
 
 
 def test_observation_of_rewards_that_nearly_cancel(alone):
-    def measured(second):
+    def measured(second, weights=(1.0, 1.0)):
         components, scored = matrix([[0, 1, 2], second])
-        graded = (components, scored, [1.0, 1.0], torch.zeros(3, dtype=torch.int64))
+        graded = (components, scored, weights, torch.zeros(3, dtype=torch.int64))
         meter = du.Meter()
         s = adv.group_scores("gdpo", *graded)
         parts = adv.contributions("gdpo", *graded, s)
-        adv.measure(meter, ["a", "b"], components, scored, parts, s, graded[3])
+        adv.measure(meter, ["a", "b"], *graded, s, parts)
         return meter.reduce(), s
 
     cancel, s = measured([2, 1.001, 0])
     assert cancel["advantage/cancellation_median"] < 1e-3 and cancel["reward/a_b_correlation"] == pytest.approx(-1, abs=1e-3)
     assert cancel["advantage/distinct_per_group"] == len(set(s.float().tolist()))
+    huge, _ = measured([0, 1, 2], (3e38, 3e38))  # sums that a scalar algorithm refuses: observation never raises
+    assert huge["reward/total"] == pytest.approx(6e38) and huge["advantage/b_share"] == 0.5
     agree, _ = measured([0, 1, 2])
     assert agree["advantage/cancellation_min"] == 1 and agree["reward/a_b_correlation"] == pytest.approx(1)
     assert agree["advantage/a_share"] == agree["advantage/b_share"] == 0.5

@@ -35,23 +35,27 @@ def test_quickstart_pushes_what_it_trains(quickstart):
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the shared GSM8K files are not here")
 def test_gsm8k_on_two_ranks(tmp_path):
-    argv = ["--config", "scripts/gsm8k.yaml", "--dataset", GSM8K, "--eval-every", "1", "--eval-prompts", "5", "--steps", "1"]
+    """The file as it is, on the first rows of the data and with short answers."""
+    for split in ("train", "test"):
+        first = (GSM8K / f"{split}.jsonl").read_text().splitlines(keepends=True)[:200]
+        (tmp_path / f"{split}.jsonl").write_text("".join(first))
+    argv = ["--config", "scripts/gsm8k.yaml", "--dataset", tmp_path, "--eval-every", "1", "--eval-prompts", "3", "--steps", "1"]
     argv += [
         "--prompts-per-step",
         "3",
         "--samples-per-prompt",
-        "4",
+        "3",
         "--max-response-tokens",
-        "40",
+        "32",
         "--run-dir",
         tmp_path / "run",
     ]
     result = launch(2, "train.py", *argv, timeout=240)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "training prompts: 7473" in result.stdout or "over the limit dropped" in result.stdout
+    assert re.search(r"training prompts: (200|1\d\d)\b", result.stdout)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["rollout/logprob_diff"] < 0.1 and "eval/greedy/correctness" in last
-    assert len((tmp_path / "run" / "eval" / "greedy_000001.jsonl").read_text().splitlines()) == 5
+    assert len((tmp_path / "run" / "eval" / "greedy_000001.jsonl").read_text().splitlines()) == 3
 
 
 def test_plot_of_several_runs(quickstart, tmp_path):

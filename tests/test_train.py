@@ -379,6 +379,7 @@ def test_later_optimizer_batches_compare_with_the_policy_that_sampled(tmp_path, 
     result, run_dir = run(0, tmp_path, tiny, *argv, "--max-grad-norm", "0.1", "--no-export")
     assert result.returncode == 0, result.stderr[-3000:]
     for metrics in metrics_of(run_dir):
+        assert "policy/ref_kl_k1" not in metrics  # no KL term, so no reference model
         assert abs(metrics["policy/ratio"] - 1) > 1e-3 and metrics["optim/grad_norm"] > 0.1
     assert [m["optim/lr"] for m in metrics_of(run_dir)] == pytest.approx([0.005, 0.01])
 
