@@ -59,7 +59,7 @@ class Algorithm:
     requires_rewards_normalization: bool = False  # the group stage may not be switched off
     allows_reward_post_process_hooks: bool = True  # a user's hook may replace the group stage
     forbids_reward_side_kl: bool = False  # the batch stage ignores per-token KL
-    requires_kl: bool = False  # --kl-coef must be positive
+    requires_kl: bool = False  # a KL penalty is part of its return: --kl-coef positive, in the reward
 
 
 # ---------------------------------------------------------------------------------------------- group stage
@@ -141,9 +141,9 @@ def gdpo(components: torch.Tensor, scored: torch.Tensor, weights: torch.Tensor, 
     max in float64, never a tolerance) adds exactly 0 there; a component that abstained on a sample stays out of its group's
     statistics and adds 0. Nothing else is done to the sum.
 
-    Known limits: components with a constant sum (x2 = C - x1) cancel for equal weights, up to a rounding residue that
-    grows with C; one component alone does not reduce to GRPO (the batch stage whitens again); with two samples a group
-    magnitudes are lost (always +-0.7071).
+    Known limits: components with a constant sum (x2 = C - x1) cancel for equal weights, up to a rounding residue that grows
+    with C (about 2e-4 at 1e8, 2e-3 at 1e9, O(1) at 1e13 where such groups fill a batch alone); one component alone does not
+    reduce to GRPO (the batch stage whitens again); with two samples a group magnitudes are lost (always +-0.7071).
     """
     scores = torch.zeros(len(groups), dtype=torch.float64)
     for k, weight in enumerate(weights):
@@ -167,7 +167,7 @@ def group_scores(
 
     scored [N, K] bool: False where a grader abstained; weights: K numbers; groups [N] int64: the prompt of each sample.
     normalize_rewards False: the weighted sum as it is. hook: (weighted sums [N] float64, groups [N]) -> scores [N], in place
-    of the group stage; a sample with nothing scored has score 0 all the same.
+    of the group stage; it sees whole groups, but this rank's alone. A sample with nothing scored has score 0 all the same.
     Errors: KeyError for an unknown algorithm; ValueError where shapes do not fit, a sum overflows, or the hook's are not N
     finite numbers.
     """
@@ -181,6 +181,8 @@ def group_scores(
         stage = GROUP_STAGES[ALGORITHMS[name].group_stage if normalize_rewards else "none"]
         return stage(components, scored, weights_tensor, groups)
     rewards = weighted_sum(components, scored, weights_tensor)
+    if not len(rewards):
+        return rewards  # a rank without samples
     scores = torch.as_tensor(hook(rewards.clone(), groups.clone()), dtype=torch.float64)
     if scores.shape != rewards.shape or not torch.isfinite(scores).all():
         raise ValueError(
@@ -190,10 +192,7 @@ def group_scores(
 
 
 def has_signal(scores: torch.Tensor, groups: torch.Tensor) -> dict[int, bool]:
-    """For each group of this rank: do its scores, as float32, differ at all? [N] float64, [N] int64.
-
-    The one predicate for the filter, the metrics and the advantage.
-    """
+    """For each group of this rank: do its scores, as float32, differ at all? [N] float64, [N] int64."""
     as_trained = scores.float()
     return {int(g): bool(as_trained[groups == g].min() != as_trained[groups == g].max()) for g in groups.unique()}
 
@@ -201,20 +200,20 @@ def has_signal(scores: torch.Tensor, groups: torch.Tensor) -> dict[int, bool]:
 # ---------------------------------------------------------------------------------------------- batch stage
 
 
-def _optimizer_batches(num_samples: int, batch_sizes: Sequence[int] | None) -> list[slice]:
-    """Slices of this rank's samples, one an optimizer batch, once all ranks agree on how many there are."""
+def _optimizer_batches(num_samples: int, batch_sizes: Mapping[int, int] | None) -> list[slice]:
+    """Slices of this rank's samples, one an optimizer batch, once all ranks agree on which batches there are."""
 
     def read() -> list[slice]:
         if batch_sizes is None:
             raise ValueError("no segmentation into optimizer batches was given; it is never taken to be one batch")
-        sizes = [int(s) for s in batch_sizes]
+        sizes = [int(s) for s in batch_sizes.values()]
         if any(s < 0 for s in sizes) or sum(sizes) != num_samples:
             raise ValueError(f"optimizer batches of {sizes} samples do not add up to the {num_samples} of this rank")
         ends = torch.tensor(sizes).cumsum(0).tolist()
         return [slice(end - size, end) for size, end in zip(sizes, ends)]
 
     slices = run_together("segmenting into optimizer batches", read)
-    agree("the number of optimizer batches", len(slices))
+    agree("the optimizer batches", list(batch_sizes))
     return slices
 
 
@@ -224,7 +223,7 @@ class Rollout:
 
     scores: torch.Tensor  # [N] float64, of the group stage
     response_mask: torch.Tensor  # [N, T] bool
-    batch_sizes: Sequence[int] | None  # how many of the samples, in order, belong to each optimizer batch
+    batch_sizes: Mapping[int, int] | None  # number of each optimizer batch -> how many of the samples, in order, belong to it
     penalty: torch.Tensor | None = None  # [N, T] float64, kl_coef x KL of each token; None: no KL in the reward
     values: torch.Tensor | None = None  # [N, T] float64, the critic's before the update
 
@@ -264,7 +263,7 @@ def whiten_sequence(rollout: Rollout) -> torch.Tensor:
     return torch.where(mask, whitened[:, None], 0.0)
 
 
-def whiten_tokens(advantages: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Sequence[int] | None) -> torch.Tensor:
+def whiten_tokens(advantages: torch.Tensor, response_mask: torch.Tensor, batch_sizes: Mapping[int, int] | None) -> torch.Tensor:
     """(A - mean) * rsqrt(max(var, 1e-8)) over the valid tokens of one optimizer batch across ranks, population moments.
 
     [N, T] float64, [N, T] bool -> [N, T] float64, 0 outside the mask.
@@ -310,8 +309,7 @@ def gae(rollout: Rollout, *, gamma: float, gae_lambda: float) -> torch.Tensor:
     _optimizer_batches(len(rollout.scores), rollout.batch_sizes)
     if rollout.values is None:
         raise ValueError("generalised advantage estimation needs the values of a critic")
-    mask, rewards = rollout.response_mask, rollout.token_rewards()
-    values = torch.where(mask, rollout.values.double(), 0.0)
+    mask, rewards, values = rollout.response_mask, rollout.token_rewards(), rollout.values.double()
     advantages = torch.zeros_like(rewards)
     running = next_value = torch.zeros_like(rollout.scores)
     for t in reversed(range(mask.shape[1])):
@@ -397,7 +395,8 @@ def measure(
         meter.mean(f"advantage/{name}_share", parts[:, k].abs().sum(), parts.abs().sum())
         for group in groups.unique():
             values = components[(groups == group) & scored[:, k], k]
-            meter.mean(f"reward/{name}_zero_std", float(len(values) == 0 or bool(values.min() == values.max())), 1)
+            if len(values):  # of a group that it did not score nothing is known
+                meter.mean(f"reward/{name}_zero_std", float(values.min() == values.max()), 1)
     for (j, first), (k, second) in itertools.combinations(enumerate(names), 2):
         together = correlation(components[:, j], components[:, k], scored[:, j] & scored[:, k])
         if together is not None:
@@ -520,6 +519,11 @@ def _rules(cfg: Checked, a: Algorithm) -> list[tuple[bool, str, str]]:
             kl_coef <= 0 and a.requires_kl,
             f"--kl-coef {kl_coef:g}: requires_kl",
             "the KL penalty is part of its return. Use --kl-coef 0.01 or another positive number",
+        ),
+        (
+            cfg.kl_place == "loss" and a.requires_kl,
+            "--kl-place loss: requires_kl",
+            "the KL penalty is part of its return, which would hold none. Use --kl-place reward",
         ),
         (
             bool(critic_flags) and not a.needs_critic,

@@ -396,7 +396,7 @@ class Meter:
 
     def total(self, name: str, value) -> None:
         """Add to a sum."""
-        self.totals[name] += float(value)
+        self.totals[name] = self.totals[name] + value
 
     def peak(self, name: str, value) -> None:
         """Keep the largest value."""
@@ -405,11 +405,12 @@ class Meter:
     def reduce(self) -> dict[str, float]:
         """One number a name, the same on every rank; means over nothing are left out. A collective."""
         means = {k: (float(s), float(c)) for k, (s, c) in self.means.items()}
+        totals = {k: float(v) for k, v in self.totals.items()}
         merged = Meter()
-        for other_means, totals, peaks in gather_objects((means, dict(self.totals), dict(self.peaks))):
+        for other_means, other_totals, peaks in gather_objects((means, totals, dict(self.peaks))):
             for name, (total, count) in other_means.items():
                 merged.mean(name, total, count)
-            for name, value in totals.items():
+            for name, value in other_totals.items():
                 merged.total(name, value)
             for name, value in peaks.items():
                 merged.peak(name, value)
@@ -468,7 +469,7 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     "reward/<name>": ("a reward's value over the samples that it scored", "mean"),
     "reward/total": ("weighted sum of the rewards", "mean"),
     "reward/<name>_abstained": ("samples on which the reward returned None", "sum"),
-    "reward/<name>_zero_std": ("groups in which the reward is constant", "mean"),
+    "reward/<name>_zero_std": ("groups in which the reward is constant, of those that it scored", "mean"),
     "reward/<name>_<other>_correlation": ("Pearson correlation of two rewards over samples that have both", "over ranks"),
     "rollout/response_tokens": ("length of a response, EOS included", "mean"),
     "rollout/response_tokens_max": ("length of the longest response", "max"),
@@ -490,7 +491,7 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     ),
     "advantage/cancellation_median": ("its median; near 0, the rewards of a sample cancel", "over ranks"),
     "advantage/shadow_<name>_correlation": (
-        "correlation with what another algorithm gives, over response tokens",
+        "correlation with what another algorithm gives without KL, over response tokens",
         "over ranks",
     ),
     "advantage/shadow_<name>_sign_agreement": ("response tokens on which its sign is the same", "mean"),
@@ -498,28 +499,31 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     "loss/policy": ("the aggregated policy loss with KL and entropy terms, averaged over the step's updates", "sum of shares"),
     "loss/value": ("the aggregated value loss, averaged over the step's updates", "sum of shares"),
     "loss/value_clip_fraction": ("tokens whose value loss is the clipped one", "mean"),
-    "loss/empty_batches": ("optimizer batches without a token to train on", "max"),
+    "loss/empty_batches": ("optimizer batches without a token to train on; they change nothing", "max"),
     "policy/entropy": ("entropy of the sampling distribution at response tokens", "mean"),
     "policy/ratio": ("exp(log-prob - old log-prob)", "mean"),
     "policy/bounded_log_ratio": ("tokens whose log-ratio was bounded to +-20 before exp", "mean"),
-    "policy/clip_fraction_low": ("tokens with A < 0 and ratio < 1 - clip_low", "mean"),
-    "policy/clip_fraction_high": ("tokens with A > 0 and ratio > 1 + clip_high", "mean"),
+    "policy/clip_fraction_low": ("tokens with A < 0 and ratio < 1 - clip_low (cispo: whatever A)", "mean"),
+    "policy/clip_fraction_high": ("tokens with A > 0 and ratio > 1 + clip_high (cispo: whatever A)", "mean"),
     "policy/dual_clip_fraction": ("tokens whose loss is bounded by the dual clip", "mean"),
     "policy/mismatch_weight": ("weight of a token's loss for engine against trainer", "mean"),
     "policy/mismatch_outside": ("tokens whose weight was truncated or masked", "mean"),
     "policy/ref_kl_k1": ("k1 of the policy against the reference", "mean"),
     "policy/ref_kl_k3": ("k3 of the policy against the reference", "mean"),
     "optim/grad_norm": ("global L2 norm of the gradient before clipping", "mean"),
-    "optim/lr": ("learning rate of the step's last update", "max"),
+    "optim/lr": ("largest learning rate of the step's updates", "max"),
     "optim/critic_grad_norm": ("the critic's gradient norm before clipping", "mean"),
-    "optim/critic_lr": ("the critic's learning rate", "max"),
+    "optim/critic_lr": ("the critic's, likewise", "max"),
     "perf/seconds_<phase>": (
         "seconds of sample, grade, forward (reference, values), advantage, update, push, eval, other; they add up to step",
         "mean",
     ),
     "perf/seconds_step": ("wall time of the step", "mean"),
     "perf/tokens_sampled": ("response tokens", "sum"),
-    "perf/tokens_computed": ("packed prompt and response tokens that the trainer read", "sum"),
+    "perf/tokens_computed": (
+        "packed prompt and response tokens of the batches, each counted once whatever passes there are",
+        "sum",
+    ),
     "perf/tokens_per_second": ("sampled tokens by the step's wall time, all ranks together", "ratio"),
     "perf/peak_memory_gib": ("largest memory of a rank so far: GPU allocator, or resident set on CPU", "max"),
     "eval/<mode>/<name>": ("a reward over the held-out prompts, greedy or sampled", "mean"),

@@ -479,7 +479,12 @@ def cispo(
     ratio = log_ratio(logprobs, old_logprobs, response_mask).exp().detach()
     advantages = torch.where(response_mask, advantages, 0.0)
     token_loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * torch.where(response_mask, logprobs, 0.0)
-    return token_loss, _clip_metrics(ratio, advantages, response_mask, clip_low, clip_high)
+    low, high, count = (ratio < 1 - clip_low), (ratio > 1 + clip_high), response_mask.sum()
+    metrics = {  # whatever the sign of A
+        "policy/clip_fraction_low": ((low & response_mask).sum(), count),
+        "policy/clip_fraction_high": ((high & response_mask).sum(), count),
+    }
+    return token_loss, metrics
 
 
 def reinforce(
@@ -593,10 +598,10 @@ def k2(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
 def k3(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
     """exp(-x) - 1 + x, x = logprobs - base_logprobs
 
-    -x is bounded before exp, so that value and gradient stay finite.
+    x is bounded from below before exp, so that value and gradient stay finite; below the bound the gradient is 0.
     """
-    x = logprobs - base_logprobs
-    return (-x).clamp(max=MAX_LOG_RATIO).exp() - 1 + x
+    x = (logprobs - base_logprobs).clamp(min=-MAX_LOG_RATIO)
+    return (-x).exp() - 1 + x
 
 
 def kl_to(estimator: str, logprobs: torch.Tensor, base_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -128,13 +128,14 @@ def score(names: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping
 
 
 def load_function(place: str, flag: str = "--reward-hook") -> Callable:
-    """The function at `path.py:name`, whose file is run once. Errors: ValueError naming `flag`, the file and what is wrong."""
+    """The function at `path.py:name`; the file is run. Errors: ValueError naming `flag`, the file and what is wrong."""
     path, _, name = place.rpartition(":")
     if not path.endswith(".py") or not name:
         raise ValueError(f"{flag} {place}: expected path.py:function")
     try:
         spec = importlib.util.spec_from_file_location(Path(path).stem, Path(path).expanduser())
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up there
         spec.loader.exec_module(module)
     except Exception as e:
         raise ValueError(f"{flag} {place}: running {path} (seen from {Path.cwd()}) gave {type(e).__name__}: {e}") from e

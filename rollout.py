@@ -1,11 +1,11 @@
 """From rows to samples: data sets, chat prompts, the two engines, seeds, and the order in which rows are visited.
 
 Public: `load_rows`, `Prompts`, `build_prompts`, `PromptOrder`, `Sample`, `Sampling`, `VLLMEngine`, `HFEngine`, `ENGINES`,
-`sample_groups`, `seed_for`, `eos_token_ids`.
+`sample_groups`, `trained_tokens`, `measure_samples`, `write_samples`, `seed_for`, `eos_token_ids`.
 
 Token ids from the engine are what is trained on; text exists for graders and logs. An engine is told every sampling
 parameter and takes none from the model's generation_config, whose EOS ids are honoured, all of them.
-Not here on purpose: grading, advantages, any collective.
+Not here on purpose: grading, advantages. Collectives are called by `write_samples` alone.
 """
 
 import hashlib

@@ -112,7 +112,7 @@ class Config:
     normalize_rewards: bool = True
     """Apply the algorithm's group stage; off: the weighted sum of rewards as it is."""
     reward_hook: str | None = None
-    """path.py:function in place of the group stage: (rewards [N], groups [N]) -> scores [N]."""
+    """path.py:function in place of the group stage: (rewards [N], groups [N]) -> scores [N], of one rank's whole groups."""
     normalize_advantages: bool = False
     """Whiten advantages over the valid tokens of each optimizer batch."""
     gamma: float | None = None
@@ -120,7 +120,7 @@ class Config:
     gae_lambda: float | None = None
     """Lambda of generalised advantage estimation."""
     shadow: tuple[str, ...] = ()
-    """Algorithms whose advantages on the same samples are compared in the log, and not trained on."""
+    """Algorithms whose advantages on the same samples, without KL, are compared in the log, and not trained on."""
 
     # Loss: where nothing is given, the algorithm's number holds
     clip_low: float | None = None
@@ -138,7 +138,7 @@ class Config:
     kl_coef: float | None = None
     """Weight of the KL to the reference model; 0: none is built."""
     kl_estimator: str | None = None
-    """k1, k2 or k3."""
+    """k1, k2 or k3; where --kl-place is not the algorithm's: k3 in the loss, k1 in the reward."""
     kl_place: Literal["loss", "reward"] | None = None
     """Where the KL goes."""
     reference_update_every: int = 0
@@ -223,6 +223,8 @@ class Config:
     def number(self, name: str) -> float | None:
         """The flag `name`, or where it is not given the algorithm's."""
         own = getattr(self, name)
+        if own is None and name == "kl_estimator" and self.kl_place not in (None, self.spec.kl_place):
+            return {"loss": "k3", "reward": "k1"}[self.kl_place]
         return getattr(self.spec, name) if own is None else own
 
     def numbers(self, function) -> dict[str, float | None]:
@@ -358,14 +360,12 @@ def find_problems(cfg: Config) -> list[str]:
             f"--prompts-per-step {cfg.prompts_per_step}: not divisible by --optimizer-steps-per-rollout "
             f"{cfg.optimizer_steps_per_rollout}; each optimizer batch takes the same number of prompts"
         )
-    if cfg.algorithm in adv.ALGORITHMS and cfg.warmup_rollouts >= max(cfg.steps, 1):
-        problems.append(
-            f"--critic-warmup-steps {cfg.warmup_rollouts}: the run has {cfg.steps} steps; the policy would never learn"
-        )
-        return problems
-    updates = policy_updates(cfg) if cfg.algorithm in adv.ALGORITHMS else 1
-    if cfg.warmup_steps >= max(updates, 1):
-        problems.append(f"--warmup-steps {cfg.warmup_steps}: the run has {updates} optimizer steps; warm up over fewer")
+    if cfg.algorithm in adv.ALGORITHMS:
+        warmup, updates = cfg.warmup_rollouts, policy_updates(cfg)
+        if warmup >= max(cfg.steps, 1):
+            problems.append(f"--critic-warmup-steps {warmup}: the run has {cfg.steps} steps; the policy would never learn")
+        elif cfg.warmup_steps >= max(updates, 1):
+            problems.append(f"--warmup-steps {cfg.warmup_steps}: the run has {updates} optimizer steps; warm up over fewer")
     run_dir = Path(cfg.run_dir or "").expanduser()
     if cfg.run_dir and run_dir.exists() and not run_dir.is_dir():
         problems.append(f"--run-dir {cfg.run_dir}: is a file; name a new folder")
@@ -413,6 +413,8 @@ def unread_flags(cfg: Config) -> list[str]:
                     f"{_flag(name)} {getattr(cfg, name)}: the {kind} {readers[kind].__name__} of {cfg.algorithm} does not read "
                     f"it. Drop the flag, or use --algorithm {'|'.join(fitting)}"
                 )
+    if not cfg.normalize_rewards and adv.GROUP_STAGES[spec.group_stage] is adv.none:
+        problems.append(f"--no-normalize-rewards: {cfg.algorithm} has no group stage that could be left out. Drop the flag")
     given = {"kl_estimator": cfg.kl_estimator, "kl_place": cfg.kl_place}
     given |= {n: getattr(cfg, n) or None for n in ("reference_update_every", "offload_reference")}
     for name, value in given.items():
@@ -537,7 +539,7 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
 def describe(cfg: Config, ranks: du.Ranks, model_path: str, prompts: ro.Prompts, held_out: ro.Prompts | None) -> None:
     """Say what will be trained on what."""
     ro.describe_data(prompts, held_out)
-    print(equation(cfg) + plan(cfg, ranks.world_size, model_path), flush=True)
+    print(equation(cfg) + plan(cfg, ranks, model_path), flush=True)
 
 
 def equation(cfg: Config) -> str:
@@ -569,6 +571,9 @@ def equation(cfg: Config) -> str:
         lines.append(f"  KL = {kl.removeprefix('x = ')} in the {place}, kl_coef {coef:g}{moving}")
         if losses.KL_ESTIMATORS[estimator] is losses.k1 and place == "loss":
             lines[-1] += "; warning: its expected gradient is 0, k2 and k3 pull the policy back"
+    if spec.needs_critic:
+        lines.append(f"  critic: mean over tokens of {adv.formula_of(losses.value_loss)}, R = A + V")
+        numbers["value_clip"] = cfg.number("value_clip")
     lines += [f"  {', '.join(f'{n} {v:g}' for n, v in numbers.items())}"] if numbers else []
     return "\n".join(lines) + "\n"
 
@@ -578,12 +583,12 @@ def batch_sequences(cfg: Config) -> int:
     return cfg.prompts_per_step // cfg.optimizer_steps_per_rollout * cfg.samples_per_prompt
 
 
-def plan(cfg: Config, world_size: int, model_path: str) -> str:
+def plan(cfg: Config, ranks: du.Ranks, model_path: str) -> str:
     """Tokens of a step and memory of a rank, as far as they are known before a model is loaded."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(model_path)
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    bytes_of = 4 if cfg.dtype == "float32" else 2
+    bytes_of, world_size = du.compute_dtype(cfg.dtype, ranks.device).itemsize, ranks.world_size
     num_samples = cfg.prompts_per_step * cfg.samples_per_prompt
     gib = {"policy, fp32 with gradients and moments": 16 * count / world_size, "engine's weights": bytes_of * count}
     gib |= {"critic": 16 * count / world_size} if cfg.spec.needs_critic else {}
@@ -618,9 +623,13 @@ def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advanta
     shadows = {}
     for name in cfg.shadow:
         other = adv.ALGORITHMS[name]
-        scores = du.run_together("a shadow's group stage", adv.group_scores, name, *graded)
         numbers = {n: getattr(other, n) for n in adv.options_of(adv.BATCH_STAGES[other.batch_stage])}
-        shadows[name], _ = adv.token_advantages(name, dataclasses.replace(rollout, scores=scores), False, **numbers)
+        try:
+            scores = du.run_together("a shadow's group stage", adv.group_scores, name, *graded)
+            own = dataclasses.replace(rollout, scores=scores, penalty=None)
+            shadows[name], _ = adv.token_advantages(name, own, False, **numbers)
+        except du.RankFailure:  # the same on every rank; what cannot be said is left out
+            continue
     adv.measure_shadows(meter, shadows, advantages, mask)
     if returns is not None:
         error, spread = (du.mean_std(x, mask, ddof=0) for x in (returns - rollout.values, returns))
@@ -643,15 +652,14 @@ def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Con
 
 
 @torch.no_grad()
-def look_ahead(run: Run, batches: list[tuple]) -> list[tuple]:
+def look_ahead(run: Run, batches: list[tuple], every: bool) -> list[tuple]:
     """Forward passes that come before any update: the reference's log-probs, the critic's values, and the policy's old
-    log-probs where an update will come between or the KL in the reward needs them; the first optimizer batch's own first
-    forward pass gives them otherwise."""
+    log-probs of all optimizer batches but the first, whose own first forward pass gives them, or of `every` one."""
     cfg, filled = run.cfg, []
     for number, (micro, total) in enumerate(batches):
         known = []
         for batch in micro:
-            if number > 0 or cfg.kl_in_reward:
+            if number > 0 or every:
                 logprobs, _ = losses.token_logprobs(run.policy.model, batch, cfg.temperature)
                 batch = dataclasses.replace(batch, old_logprobs=logprobs)
             if run.reference is not None:
@@ -667,7 +675,9 @@ def look_ahead(run: Run, batches: list[tuple]) -> list[tuple]:
     return filled
 
 
-def rollout_of(cfg: Config, batches: list[tuple], scores: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> adv.Rollout:
+def rollout_of(
+    cfg: Config, batches: list[tuple], scores: torch.Tensor, mask: torch.Tensor, sizes: dict[int, int]
+) -> adv.Rollout:
     """What the batch stage reads: scores [N], and from the forward passes KL penalty and values [N, T] where there are any."""
     every = [batch for micro, _ in batches for batch in micro]
     empty = torch.zeros(mask.shape, dtype=torch.float64)
@@ -703,21 +713,16 @@ def update_policy(run: Run, batches: list[tuple], fresh: bool, meter: du.Meter) 
     cfg, model = run.cfg, run.policy.model
     for epoch in range(cfg.epochs_per_rollout):
         for number, (micro, total) in enumerate(batches):
-            first = epoch == number == 0  # the weights are still those from before the update
-            seen = du.Meter()
             for i, batch in enumerate(micro):
                 logprobs, entropy = losses.token_logprobs(model, batch, cfg.temperature)
                 if batch.old_logprobs is None:
                     micro[i] = batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
                 loss = policy_loss(cfg, batch, logprobs, entropy, total, meter)
                 (loss * run.ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
-                if first:
-                    metrics, largest = losses.engine_gap(logprobs.detach(), batch.rollout_logprobs, batch.response_mask)
-                    seen.means_of(metrics)
-                    seen.peak("rollout/logprob_diff_max", largest)
-            if first:
-                check_mismatch(cfg, seen, fresh, meter)
-            run.policy.step(cfg.max_grad_norm, meter)
+            if epoch == number == 0:  # no weight has changed yet, and every batch has its old log-probs by now
+                check_mismatch(cfg, batches, fresh, meter)
+            if total.num_tokens:
+                run.policy.step(cfg.max_grad_norm, meter)
 
 
 def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
@@ -728,7 +733,8 @@ def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
             for batch in micro:
                 share = critic_loss(cfg, batch, losses.token_values(run.critic.model, batch), total, meter)
                 (share * run.ranks.world_size).backward()
-            run.critic.step(cfg.max_grad_norm, meter)
+            if total.num_tokens:
+                run.critic.step(cfg.max_grad_norm, meter)
 
 
 def policy_loss(
@@ -770,22 +776,26 @@ def critic_loss(
     return share
 
 
-def check_mismatch(cfg: Config, seen: du.Meter, fresh: bool, meter: du.Meter) -> None:
-    """Stop on every rank, before the weights change, when trainer and engine are not the same policy. A collective.
+def check_mismatch(cfg: Config, batches: list[tuple], fresh: bool, meter: du.Meter) -> None:
+    """Stop on every rank, before any weight changes, when trainer and engine are not the same policy. A collective.
 
     fresh False: the engine has older weights on purpose, so the gap is only recorded.
     """
-    reduced = seen.reduce()
-    unknown = reduced.get("rollout/nonfinite_logprobs", 0.0)
-    gap = reduced.get("rollout/logprob_diff", float("nan") if unknown else 0.0)
+    seen = du.Meter()
+    for batch in (batch for micro, _ in batches for batch in micro):
+        metrics, largest = losses.engine_gap(batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
+        seen.means_of(metrics)
+        seen.peak("rollout/logprob_diff_max", largest)
+    found = seen.reduce()
+    unknown = found.get("rollout/nonfinite_logprobs", 0.0)
+    gap = found.get("rollout/logprob_diff", math.nan if unknown else 0.0)
     if unknown == 1 or (fresh and not gap <= cfg.max_logprob_diff):
         raise RuntimeError(
             f"rollout/logprob_diff is {gap:.4f}, over --max-logprob-diff {cfg.max_logprob_diff}: the engine does not hold the "
             "trainer's weights, or computes another distribution. Training on these samples would be off-policy unnoticed"
         )
-    for name in ("rollout/logprob_diff", "rollout/kl_k3", "rollout/nonfinite_logprobs"):
-        meter.mean(name, reduced.get(name, 0.0), 1)
-    meter.peak("rollout/logprob_diff_max", reduced["rollout/logprob_diff_max"])
+    meter.means_of({name: (found[name], 1) for name in metrics if name in found})
+    meter.peak("rollout/logprob_diff_max", found["rollout/logprob_diff_max"])
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -872,7 +882,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
     run = set_up(cfg, ranks)
     sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, run.eos)
     weights = rw.parse_weights(cfg.rewards, cfg.reward_weights)
-    hook = None if cfg.reward_hook is None else rw.load_function(cfg.reward_hook)
+    hook = du.run_together("loading the hook", rw.load_function, cfg.reward_hook) if cfg.reward_hook else None
     if cfg.eval_every:
         du.run_together("logging", run.log.step, 0, evaluate(run, 0))
 
@@ -908,10 +918,12 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
             pushes = step % cfg.push_every == 0 or step == cfg.steps
             run.engine.sleep(keep_weights=not pushes)
             batch_of = groups // (cfg.prompts_per_step // cfg.optimizer_steps_per_rollout)  # [N]
-            sizes = [int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)]
-            layout = (samples, mask, sizes, cfg.micro_batch_tokens, ranks.device)
+            sizes = {b: int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)}
+            layout = (samples, mask, list(sizes.values()), cfg.micro_batch_tokens, ranks.device)
             local = du.run_together("forming batches", losses.form_batches, *layout)
-            batches = look_ahead(run, agreed_batches(local, sizes, cfg, ranks.device))
+            warming_up = step <= cfg.warmup_rollouts
+            batches = agreed_batches(local, list(sizes.values()), cfg, ranks.device)
+            batches = look_ahead(run, batches, every=cfg.kl_in_reward or warming_up)
             meter.total("perf/tokens_computed", sum(b.input_ids.numel() for micro, _ in batches for b in micro))
             meter.peak("loss/empty_batches", sum(total.num_tokens == 0 for _, total in batches))
 
@@ -921,14 +933,17 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
             numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
             advantages, returns = adv.token_advantages(cfg.algorithm, rollout, cfg.normalize_advantages, **numbers)
             measure_advantages(cfg, graded, rollout, advantages, returns, meter)
-            batches = with_advantages(batches, advantages, returns)
+            batches = du.run_together("attaching advantages", with_advantages, batches, advantages, returns)
 
         # ---- update
         with ledger.phase("update"):
+            fresh = (step - 1) % cfg.push_every == 0  # the engine sampled with the trainer's weights
+            if warming_up:
+                check_mismatch(cfg, batches, fresh, meter)
+            else:
+                update_policy(run, batches, fresh, meter)
             if run.critic is not None:
                 update_critic(run, batches, meter)
-            if step > cfg.warmup_rollouts:
-                update_policy(run, batches, fresh=(step - 1) % cfg.push_every == 0, meter=meter)
             if cfg.reference_update_every and step % cfg.reference_update_every == 0:
                 du.copy_shards(run.policy.model, run.reference)
 

@@ -229,7 +229,8 @@ def value(values, old, returns, mask, clip):
 
 def kl(name, logprob, base):
     x = logprob - base
-    return {"k1": x, "k2": x * x / 2, "k3": math.exp(min(-x, 20.0)) - 1 + x}[name]
+    bounded = max(x, -20.0)
+    return {"k1": x, "k2": x * x / 2, "k3": math.exp(-bounded) - 1 + bounded}[name]
 
 
 # ---- aggregation over one optimizer batch

@@ -30,6 +30,12 @@ def split(values: list, ranks: du.Ranks, sizes: tuple[int, ...] | None = None) -
     return values[start : start + (sizes[ranks.rank] if ranks.rank < len(sizes) else 0)]
 
 
+def sizes_of(s: list, sizes) -> dict | None:
+    """() is one optimizer batch of all; a list is numbered from 0."""
+    sizes = [len(s)] if sizes == () else sizes
+    return dict(enumerate(sizes)) if isinstance(sizes, list) else sizes
+
+
 def stage(s: list, sizes=(), mask: list | None = None, name: str = "gdpo", penalty=None, values=None, normalize=False) -> list:
     mask = [[1, 1]] * len(s) if mask is None else mask
     mask = torch.tensor(mask, dtype=torch.bool).reshape(len(s), -1 if s else 3)
@@ -37,7 +43,7 @@ def stage(s: list, sizes=(), mask: list | None = None, name: str = "gdpo", penal
     a = adv.ALGORITHMS[name]
     if a.needs_critic and values is None:
         tensors[1] = torch.zeros(mask.shape, dtype=torch.float64)
-    rollout = adv.Rollout(torch.tensor(s, dtype=torch.float64), mask, [len(s)] if sizes == () else sizes, *tensors)
+    rollout = adv.Rollout(torch.tensor(s, dtype=torch.float64), mask, sizes_of(s, sizes), *tensors)
     numbers = {n: NUMBERS[n] for n in adv.options_of(adv.BATCH_STAGES[a.batch_stage])}
     return adv.token_advantages(name, rollout, normalize, **numbers)[0].tolist()
 
@@ -76,6 +82,9 @@ def many(ranks: du.Ranks) -> dict:
         cases |= {
             f"uneven lengths, {batch_stage}": lambda share=share: stage(split(SCORES, ranks), **share),
             f"segment counts differ, {batch_stage}": lambda name=name: stage([1.0, 2.0], [1, 1] if last else [2], name=name),
+            f"batches in another order, {batch_stage}": lambda name=name: stage(
+                [1.0, 2.0], {1: 1, 0: 1} if last else {0: 1, 1: 1}, name=name
+            ),
             f"a list against None, {batch_stage}": lambda name=name: stage([1.0, 2.0], None if last else [2], name=name),
             f"malformed on one rank, {batch_stage}": lambda name=name: stage([1.0, 2.0], [3] if last else [2], name=name),
             f"inf on one rank, {batch_stage}": lambda name=name: stage([1.0, float("inf") if last else 2.0], name=name),

@@ -159,6 +159,8 @@ def test_group_stage_off_and_a_hook_in_its_place():
 
     assert adv.group_scores("grpo", *graded, hook=hook).tolist() == [0, 1.5, 0, 3]  # nothing scored: 0 all the same
     assert seen == [([1, 2.5, 0, 4], [0, 0, 1, 1])]
+    empty = (components[:0], scored[:0], [1.0, 0.5], torch.zeros(0, dtype=torch.int64))
+    assert adv.group_scores("grpo", *empty, hook=lambda r, g: 1 / 0).shape == (0,)  # a rank without samples
     for wrong in (lambda r, g: r[:1], lambda r, g: r * float("nan"), lambda r, g: 1.0):
         with pytest.raises(ValueError, match=r"--reward-hook: expected 4 finite scores"):
             adv.group_scores("grpo", *graded, hook=wrong)
@@ -167,10 +169,10 @@ def test_group_stage_off_and_a_hook_in_its_place():
 # ---------------------------------------------------------------------------------------------- batch stages by hand
 
 
-def rollout(s, mask, penalty=None, values=None, sizes=()):
+def rollout(s, mask, penalty=None, values=None):
     as64 = [None if x is None else torch.tensor(x, dtype=torch.float64) for x in (penalty, values)]
     mask = torch.tensor(mask, dtype=torch.bool)
-    return adv.Rollout(torch.tensor(s, dtype=torch.float64), mask, [len(s)] if sizes == () else sizes, *as64)
+    return adv.Rollout(torch.tensor(s, dtype=torch.float64), mask, {0: len(s)}, *as64)
 
 
 def returns_of(monkeypatch, r, gamma):
@@ -190,11 +192,11 @@ def test_reinforce_plus_plus_returns_by_hand(monkeypatch):
 
 def test_token_whitening_by_hand(alone):
     def whiten(rows, mask):
-        return adv.whiten_tokens(torch.tensor(rows, dtype=torch.float64), torch.tensor(mask).bool(), [len(rows)]).tolist()
+        return adv.whiten_tokens(torch.tensor(rows, dtype=torch.float64), torch.tensor(mask).bool(), {0: len(rows)}).tolist()
 
     assert whiten([[1, 2, 3, 4]], [[1] * 4])[0] == pytest.approx([-1.3416408, -0.4472136, 0.4472136, 1.3416408], rel=1e-6)
     assert whiten([[0, 2e-5]], [[1, 1]])[0] == pytest.approx([-0.1, 0.1], rel=1e-6)  # the floor of the variance
-    assert whiten([[5, 5, 5]], [[1, 1, 1]]) == [[0, 0, 0]]
+    assert whiten([[5, 5, 5]], [[1, 1, 1]]) == whiten([[0.1, 0.1, 0.1]], [[1, 1, 1]]) == [[0, 0, 0]]  # exactly
     assert whiten([[1, math.inf, 3]], [[1, 0, 1]])[0] == pytest.approx([-1, 0, 1])  # masked inf changes nothing
     weighted = adv.reinforce_plus_plus_baseline(rollout([1.0, -1.0], [[1, 1, 1], [1, 0, 0]]))
     assert weighted[0].tolist() == pytest.approx([0.57735027] * 3) and weighted[1, 0].item() == pytest.approx(-1.7320508)
@@ -252,7 +254,7 @@ def test_whole_algorithm_equals_its_oracle(alone, name, case, poison):
     known = {"old_logprobs": dirty[1], "ref_logprobs": dirty[2], "old_values": dirty[4], "rollout_logprobs": dirty[3]}
     batch = SimpleNamespace(rows=slice(0, 6), response_mask=mask, **known)
     batch.put = lambda part, to: losses.Batch.put(batch, part, to)
-    r = train.rollout_of(cfg, [([batch], None)], own, mask, [6])
+    r = train.rollout_of(cfg, [([batch], None)], own, mask, {0: 6})
     numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
     advantages, returns = adv.token_advantages(name, r, False, **numbers)
     want = oracles.advantages_of(
@@ -348,7 +350,8 @@ def test_partition_over_ranks_does_not_matter(stages, case):
 @pytest.mark.parametrize(
     "case, says",
     [
-        ("segment counts differ", "do not agree on the number of optimizer batches"),
+        ("segment counts differ", "do not agree on the optimizer batches"),
+        ("batches in another order", "do not agree on the optimizer batches"),
         ("a list against None", "no segmentation"),
         ("malformed on one rank", "do not add up"),
         ("inf on one rank", "finite|does not fit float32"),
@@ -396,6 +399,12 @@ def test_observation_of_rewards_that_nearly_cancel(alone):
     agree, _ = measured([0, 1, 2])
     assert agree["advantage/cancellation_min"] == 1 and agree["reward/a_b_correlation"] == pytest.approx(1)
     assert agree["advantage/a_share"] == agree["advantage/b_share"] == 0.5
+    components, scored = matrix([[1, 2, None, None]])
+    meter = du.Meter()
+    graded = (components, scored, [1.0], torch.tensor([0, 0, 1, 1]))
+    s = adv.group_scores("gdpo", *graded)
+    adv.measure(meter, ["a"], *graded, s, adv.contributions("gdpo", *graded, s))
+    assert meter.reduce()["reward/a_zero_std"] == 0  # of the second group nothing is known
     constant, _ = measured([1, 1, 1])
     assert "reward/a_b_correlation" not in constant and constant["reward/b_zero_std"] == 1
     assert constant["advantage/a_share"] == 1 and constant["advantage/b_share"] == 0
@@ -449,6 +458,7 @@ REFUSALS = [
         "reinforce_plus_plus",
     ),
     ("requires_kl", "reinforce_plus_plus", {"kl_coef": 0.0}, "--kl-coef 0: requires_kl", "ppo"),
+    ("requires_kl", "reinforce_plus_plus", {"kl_place": "loss"}, "--kl-place loss: requires_kl", "ppo"),
     ("needs_critic", "grpo", {"critic_lr": 1e-4}, "--critic-lr 0.0001: needs_critic = False", "ppo"),
     ("needs_critic", "grpo", {"critic_warmup_steps": 1, "value_clip": 0.1}, "--critic-warmup-steps 1 --value-clip 0.1", "ppo"),
 ]
@@ -474,6 +484,42 @@ def test_capabilities_that_only_come_together_refuse_alone_too(monkeypatch, capa
     monkeypatch.setitem(adv.ALGORITHMS, "one", dataclasses.replace(adv.ALGORITHMS["grpo"], **capability))
     (message,) = adv.check(config(algorithm="one", **asked))
     assert next(iter(capability)) in message and "Use " in message
+
+
+GROUPED = {"min_group_size": 2, "forbids_reward_side_kl": True}
+CAPABILITIES = {  # ALGORITHMS' table: what is not the default
+    "grpo": GROUPED,
+    "dr_grpo": GROUPED | {"forbids_normalize_advantages": True},
+    "dapo": GROUPED,
+    "gspo": GROUPED,
+    "sapo": GROUPED,
+    "cispo": GROUPED,
+    "rloo": GROUPED
+    | {"requires_on_policy_updates": True, "forbids_normalize_advantages": True, "requires_rewards_normalization": True},
+    "reinforce_plus_plus": {
+        "advantage_normalization": "token_global",
+        "forbids_normalize_advantages": True,
+        "requires_kl": True,
+    },
+    "reinforce_plus_plus_baseline": GROUPED
+    | {"advantage_normalization": "token_global", "forbids_normalize_advantages": True}
+    | {"requires_rewards_normalization": True, "allows_reward_post_process_hooks": False},
+    "ppo": {"needs_critic": True},
+    "gdpo": GROUPED
+    | {"uses_reward_components": True, "supports_fully_async": False, "advantage_normalization": "sequence"}
+    | {"forbids_normalize_advantages": True, "requires_rewards_normalization": True}
+    | {"allows_reward_post_process_hooks": False},
+}
+
+
+def test_capabilities_are_those_of_the_table():
+    fields = dataclasses.fields(adv.Algorithm)
+    names = [f.name for f in fields]
+    flags = fields[names.index("uses_reward_components") :]
+    found = {
+        n: {f.name: getattr(a, f.name) for f in flags if getattr(a, f.name) != f.default} for n, a in adv.ALGORITHMS.items()
+    }
+    assert found == CAPABILITIES
 
 
 def test_every_capability_has_a_test():

@@ -177,6 +177,8 @@ def test_sapo_and_cispo_by_hand():
     )
     loss.sum().backward()
     assert logprobs.grad[0].tolist() == pytest.approx([-1.28, 0.8, -1.1])  # every token keeps a gradient
+    _, metrics = token_loss("cispo", [1.5, 0.5, 0.5], [-1.0, 1.0, -1.0])
+    assert [int(amount) for amount, _ in metrics.values()] == [2, 1]  # clipped whatever the sign of A
 
 
 def rows(mask, scale=1.0, seed=0):
@@ -205,6 +207,7 @@ def test_losses_equal_their_oracles_in_value_and_gradient(name, numbers, aggrega
     per_token, _ = losses.POLICY_LOSSES[name](
         inputs, torch.where(MASK, old, poison), torch.where(MASK, advantages, poison), MASK, **numbers
     )
+    assert (per_token[~MASK] == 0).all()
     loss = losses.AGGREGATIONS[aggregation](per_token, MASK, total)
     assert loss.item() == pytest.approx(oracle(frozen), abs=1e-6, rel=1e-6)
     loss.backward()
@@ -326,7 +329,7 @@ def test_k3_gradient_stays_finite_and_leaves_other_tokens_alone(logprob):
 
     normal = [-1.0 - 0.1 * i for i in range(20)]
     with_outlier = gradient([*normal, logprob])
-    assert torch.isfinite(with_outlier).all()
+    assert torch.isfinite(with_outlier).all() and with_outlier[-1] <= 0  # never away from the reference
     torch.testing.assert_close(with_outlier[:-1], gradient(normal), atol=0, rtol=0)
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--algorithm", "grpo", "--reward-hook", "hook"), "--reward-hook hook: expected path.py:function"),
         (("--algorithm", "grpo", "--reward-hook", "no.py:f"), "--reward-hook no.py:f: running no.py (seen from"),
         (("--algorithm", "grpo", "--reward-hook", "train.py:f", "--no-normalize-rewards"), "both replace the group stage"),
+        (("--algorithm", "ppo", "--no-normalize-rewards"), "ppo has no group stage that could be left out"),
         (("--shadow", "gpdo"), "--shadow gpdo: unknown"),
         (("--rewards", "corectness"), "did you mean correctness"),
         (("--reward-weights", "format=0", "correctness=0"), "all weights are zero"),
@@ -162,19 +164,24 @@ def test_the_equation_is_what_the_configuration_looks_up():
     assert "q where 0.5 <= q <= 2, else 0, q = exp(old_logprobs - rollout_logprobs) of a sequence" in said
     argv = ["--algorithm", "grpo", "--kl-coef", "1", "--kl-estimator", "k1"]
     assert "warning: its expected gradient is 0" in train.equation(parse(*argv))
+    said = train.equation(parse("--algorithm", "ppo"))
+    assert "critic: mean over tokens of l_it = max((V_clip - R)^2" in said and "value_clip 0.2" in said
     assert "s_i = r_i - mean_g(r)" in train.equation(parse("--algorithm", "dr_grpo"))
     assert "s_i = r_i = sum_k" in train.equation(parse("--algorithm", "dr_grpo", "--no-normalize-rewards"))
 
 
 def test_plan_counts_tokens_and_memory(mini):
-    said = train.plan(parse("--algorithm", "ppo", "--kl-coef", "0.1", "--dtype", "float32"), 2, str(mini))
+    two = du.Ranks(0, 2, torch.device("cpu"))
+    said = train.plan(parse("--algorithm", "ppo", "--kl-coef", "0.1", "--dtype", "float32"), two, str(mini))
     assert "8 x 8 = 64 responses, at most 16,384 tokens after 4,096 of prompts" in said and "2 ranks" in said
-    assert "critic" in said and "reference" in said and "reference" not in train.plan(parse(), 1, str(mini))
+    assert "critic" in said and "reference" in said and "reference" not in train.plan(parse(), two, str(mini))
 
 
 def test_all_problems_in_one_message(capsys):
     err = refused(capsys, "--samples-per-prompt", "1", "--normalize-advantages", "--lr", "-1", "--rewards", "x")
     assert err.count("\n  - ") == 4
+    err = refused(capsys, "--algorithm", "ppo", "--critic-warmup-steps", "100", "--run-dir", "README.md", "--seed", "-1")
+    assert err.count("\n  - ") == 3
 
 
 def test_lists_equal_the_readme(capsys):
@@ -226,6 +233,7 @@ RUNS |= {
     "following": ["--algorithm", "grpo", "--reference-update-every", "1", "--offload-reference", "--entropy-coef", "0.01"],
     "stale": ["--algorithm", "grpo", "--push-every", "2", "--mismatch", "mask", "--mismatch-level", "sequence", "--lr", "0.02"],
     "hook": ["--algorithm", "grpo", "--reward-hook", "tests/hooks.py:best_of_group", "--dual-clip", "3"],
+    "epochs": ["--algorithm", "grpo", "--epochs-per-rollout", "2", "--mismatch-level", "sequence"],
     "plain": ["--algorithm", "dapo", "--no-normalize-rewards", "--mismatch", "none"],
 }
 
@@ -236,7 +244,8 @@ COMPARED = ["gdpo", "gspo", "reinforce_plus_plus", "ppo", "following", "stale"] 
 @pytest.fixture(scope="module")
 def many(tiny, alone, tmp_path_factory):
     """Every algorithm, and runs with other flags, on two ranks; some on one process: {world: {name: metrics}}."""
-    folder, found = tmp_path_factory.mktemp("many"), {}
+    folder = tmp_path_factory.mktemp("many")
+    found = {"folder": folder}
     argv = [str(a) for a in ("--model", tiny, *BASE, *MANY)]
     result = launch(2, "train_worker.py", json.dumps({"runs": RUNS}), "--run-dir", folder / "2", *argv, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -277,6 +286,10 @@ def test_ratio_and_reference_start_where_they_must(many, name):
     assert first["rollout/logprob_diff"] < 1e-3 and last["rollout/logprob_diff"] < 1e-3
 
 
+def test_a_second_epoch_compares_with_the_policy_that_sampled(many):
+    assert all(abs(metrics["policy/ratio"] - 1) > 1e-4 for metrics in many[2]["epochs"])
+
+
 def test_critic_learns_and_warms_up_alone(many):
     first, last = many[2]["ppo"]
     assert first["advantage/explained_variance"] == pytest.approx(0, abs=1e-6)  # the head starts at 0
@@ -287,6 +300,7 @@ def test_critic_learns_and_warms_up_alone(many):
     )  # not whitened
     warm, then = many[2]["warmup"]
     assert "optim/grad_norm" not in warm and "loss/policy" not in warm and warm["loss/value"] > 0
+    assert 0 < warm["rollout/logprob_diff"] < 1e-3  # the gate stands there too
     assert then["policy/ref_kl_k3"] == 0 and then["optim/grad_norm"] > 0  # the policy had not moved
 
 
@@ -300,22 +314,60 @@ def test_reference_follows_and_the_engine_may_be_stale(many):
 def test_hooks_and_raw_rewards_are_used(many):
     for metrics in many[2]["hook"]:
         assert metrics["advantage/max"] == 1 and metrics["advantage/distinct_per_group"] <= 2
-    for metrics in many[2]["plain"]:
-        assert metrics["advantage/max"] > 0 and metrics["policy/mismatch_weight"] == 1
+    for step, metrics in enumerate(many[2]["plain"], 1):
+        lines = (many["folder"] / "2" / "plain" / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [s["score"] for s in samples] == pytest.approx([s["length"] + s["vowels"] for s in samples])
+        assert metrics["policy/mismatch_weight"] == 1
 
 
-def test_an_engine_without_finite_log_probs_is_refused(alone):
-    seen, known = du.Meter(), {"rollout/nonfinite_logprobs": (3, 4), "rollout/logprob_diff": (0.1, 1), "rollout/kl_k3": (0, 1)}
-    seen.means_of(known)
-    seen.peak("rollout/logprob_diff_max", 0.1)
-    meter = du.Meter()
-    train.check_mismatch(train.Config(), seen, True, meter)
-    assert meter.reduce()["rollout/nonfinite_logprobs"] == 0.75
-    none = du.Meter()
-    none.means_of({"rollout/nonfinite_logprobs": (4, 4), "rollout/logprob_diff": (0.0, 0)})
-    for fresh in (True, False):
+def test_the_parity_gate_sees_every_batch(alone):
+    """Engine log-probs that are wrong, or not finite, in the second optimizer batch only."""
+
+    def batch(engine):
+        mask = torch.ones(1, 4, dtype=torch.bool)
+        return SimpleNamespace(old_logprobs=-torch.ones(1, 4), rollout_logprobs=torch.tensor([engine]), response_mask=mask)
+
+    def gate(*engines, fresh=True):
+        meter = du.Meter()
+        train.check_mismatch(train.Config(), [([batch(e)], None) for e in engines], fresh, meter)
+        return meter.reduce()
+
+    right, nan = [-1.0] * 4, math.nan
+    some = gate(right, [-1.0, nan, -1.0, -1.1])
+    assert some["rollout/nonfinite_logprobs"] == 1 / 8 and some["rollout/logprob_diff_max"] == pytest.approx(0.1)
+    assert gate(right, [-5.0] * 4, fresh=False)["rollout/logprob_diff"] == 2
+    for engines, fresh in (((right, [-5.0] * 4), True), (([nan] * 4, [nan] * 4), True), (([nan] * 4, [nan] * 4), False)):
         with pytest.raises(RuntimeError, match="over --max-logprob-diff"):
-            train.check_mismatch(train.Config(), none, fresh, du.Meter())
+            gate(*engines, fresh=fresh)
+
+
+def test_kl_estimators_follow_their_place():
+    def estimator(*argv):
+        return parse("--kl-coef", "0.1", *argv).number("kl_estimator")
+
+    assert estimator("--algorithm", "ppo") == "k1" and estimator("--algorithm", "grpo") == "k3"
+    assert estimator("--algorithm", "ppo", "--kl-place", "loss") == "k3"
+    assert estimator("--algorithm", "ppo", "--kl-place", "loss", "--kl-estimator", "k2") == "k2"
+    assert estimator("--algorithm", "reinforce_plus_plus_baseline", "--kl-place", "loss") == "k2"
+
+
+def test_shadows_that_cannot_be_formed_are_left_out(alone):
+    """A scalar shadow whose sum overflows, and an optimizer batch without a token, where the run itself goes on."""
+    components, scored = torch.tensor([[0.0, 0], [1, 1], [2, 2], [3, 3]]).double(), torch.ones(4, 2).bool()
+    groups = torch.zeros(4, dtype=torch.int64)
+    for algorithm, weights, sizes, shadows, kept in (
+        ("gdpo", [3e38, 3e38], {0: 4}, ("grpo", "gdpo"), {"gdpo"}),
+        ("grpo", [1.0, 1.0], {0: 2, 1: 2}, ("gdpo", "rloo"), {"rloo"}),
+    ):
+        graded = (components, scored, weights, groups)
+        mask = torch.tensor([[1, 0], [1, 1], [0, 0], [0, 0]] if len(sizes) == 2 else [[1, 1]] * 4).bool()
+        rollout = adv.Rollout(adv.group_scores(algorithm, *graded), mask, sizes)
+        advantages, _ = adv.token_advantages(algorithm, rollout, False)
+        meter = du.Meter()
+        cfg = dataclasses.replace(train.Config(), algorithm=algorithm, shadow=shadows)
+        train.measure_advantages(cfg, graded, rollout, advantages, None, meter)
+        assert {n.split("_")[1] for n in meter.reduce() if "shadow" in n} == kept
 
 
 def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
