@@ -640,15 +640,23 @@ def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advanta
 # ---------------------------------------------------------------------------------------------- phases of a step
 
 
-def agreed_batches(batches: list[list[losses.Batch]], sizes: list[int], cfg: Config, device) -> list[tuple]:
-    """Per optimizer batch: (micro-batches, as many on every rank; global denominators). Uses collectives."""
-    agreed = []
-    for micro, size in zip(batches, sizes, strict=True):
+def form_batches(
+    cfg: Config, samples: list[ro.Sample], mask: torch.Tensor, sizes: dict[int, int], device: torch.device, meter: du.Meter
+) -> list[tuple]:
+    """Per optimizer batch: (micro-batches, as many on every rank; global denominators). Uses collectives.
+
+    mask [N, T] bool; sizes: samples of this rank, in order, in each optimizer batch.
+    """
+    layout = (samples, mask, list(sizes.values()), cfg.micro_batch_tokens, device)
+    formed = []
+    for micro, size in zip(du.run_together("forming batches", losses.form_batches, *layout), sizes.values(), strict=True):
         num_micro = int(du.max_over_ranks(len(micro)))
         num_tokens = int(du.sum_over_ranks(sum(b.num_tokens for b in micro)))
         total = losses.Denominators(int(du.sum_over_ranks(size)), num_tokens, cfg.max_response_tokens)
-        agreed.append((micro + [losses.empty_batch(device)] * (num_micro - len(micro)), total))
-    return agreed
+        formed.append((micro + [losses.empty_batch(device)] * (num_micro - len(micro)), total))
+        meter.total("perf/tokens_computed", sum(b.input_ids.numel() for b in micro))
+    meter.peak("loss/empty_batches", sum(total.num_tokens == 0 for _, total in formed))
+    return formed
 
 
 @torch.no_grad()
@@ -919,13 +927,9 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
             run.engine.sleep(keep_weights=not pushes)
             batch_of = groups // (cfg.prompts_per_step // cfg.optimizer_steps_per_rollout)  # [N]
             sizes = {b: int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)}
-            layout = (samples, mask, list(sizes.values()), cfg.micro_batch_tokens, ranks.device)
-            local = du.run_together("forming batches", losses.form_batches, *layout)
             warming_up = step <= cfg.warmup_rollouts
-            batches = agreed_batches(local, list(sizes.values()), cfg, ranks.device)
+            batches = form_batches(cfg, samples, mask, sizes, ranks.device, meter)
             batches = look_ahead(run, batches, every=cfg.kl_in_reward or warming_up)
-            meter.total("perf/tokens_computed", sum(b.input_ids.numel() for micro, _ in batches for b in micro))
-            meter.peak("loss/empty_batches", sum(total.num_tokens == 0 for _, total in batches))
 
         # ---- batch stage, across ranks and per optimizer batch: scores [N] -> advantages [N, T] fp32
         with ledger.phase("advantage"):
@@ -969,11 +973,15 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         ledger.close(meter, sum(len(s.response_ids) for s in samples), ranks.world_size)
         du.run_together("logging", run.log.step, step, meter.reduce() | metrics)
 
-    # ---- export
-    if cfg.export:
+    finish(run)
+
+
+def finish(run: Run) -> None:
+    """Export the policy, close the log, sum up; nothing collective may follow the end of the engine."""
+    if run.cfg.export:
         du.export_model(run.policy.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
     du.run_together("closing the log", run.log.close)
-    du.run_together("summing up", sum_up if ranks.rank == 0 else no_work, run.run_dir)
+    du.run_together("summing up", sum_up if run.ranks.rank == 0 else no_work, run.run_dir)
     run.engine.close()
 
 

@@ -55,8 +55,9 @@ def gradients_of(ranks: du.Ranks, cfg, model, share_of, name: str, grads: dict, 
             mine = [i for i, s in enumerate(SAMPLES) if owner(s.group, ranks.world_size) == ranks.rank]
             rows = torch.tensor(mine, dtype=torch.int64)
             own = [SAMPLES[i] for i in mine]
-            local = losses.form_batches(own, MASK[rows], [len(own)], budget, ranks.device)
-            ((micro, total),) = train.agreed_batches(local, [len(own)], cfg, ranks.device)
+            cfg = dataclasses.replace(cfg, micro_batch_tokens=budget)
+            sizes = {0: len(own)}
+            ((micro, total),) = train.form_batches(cfg, own, MASK[rows], sizes, ranks.device, du.Meter())
             loss_value = 0.0
             for batch in micro:
                 loss = share_of(cfg, model, batch, rows, total, du.Meter())
