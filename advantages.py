@@ -48,6 +48,8 @@ class Algorithm:
     critic_lr: float = 1e-5
     critic_warmup_steps: int = 0
     value_clip: float = 0.2
+    mismatch_low: float = 0.5
+    mismatch_cap: float = 2.0
     # capabilities
     uses_reward_components: bool = False  # the group stage needs the K components, not their weighted sum
     min_group_size: int = 1  # smallest --samples-per-prompt for which the maths is defined
@@ -168,7 +170,7 @@ def group_scores(
     scored [N, K] bool: False where a grader abstained; weights: K numbers; groups [N] int64: the prompt of each sample.
     normalize_rewards False: the weighted sum as it is. hook: (weighted sums [N] float64, groups [N]) -> scores [N], in place
     of the group stage; it sees whole groups, but this rank's alone. A sample with nothing scored has score 0 all the same.
-    Errors: KeyError for an unknown algorithm; ValueError where shapes do not fit, a sum overflows, or the hook's are not N
+    Errors: KeyError for an unknown algorithm; ValueError where shapes do not fit, a sum overflows, or what comes back is not N
     finite numbers.
     """
     if components.shape != scored.shape or components.shape != (len(groups), len(weights)):
@@ -177,16 +179,21 @@ def group_scores(
             f"[{len(groups)} samples, {len(weights)} weights]"
         )
     components, weights_tensor = components.double(), torch.tensor(weights, dtype=torch.float64)
+    if not len(groups):
+        return torch.zeros(0, dtype=torch.float64)  # a rank without samples
     if hook is None:
-        stage = GROUP_STAGES[ALGORITHMS[name].group_stage if normalize_rewards else "none"]
-        return stage(components, scored, weights_tensor, groups)
-    rewards = weighted_sum(components, scored, weights_tensor)
-    if not len(rewards):
-        return rewards  # a rank without samples
-    scores = torch.as_tensor(hook(rewards.clone(), groups.clone()), dtype=torch.float64)
-    if scores.shape != rewards.shape or not torch.isfinite(scores).all():
+        source = ALGORITHMS[name].group_stage if normalize_rewards else "none"
+        scores = GROUP_STAGES[source](components, scored, weights_tensor, groups)
+    else:
+        source = "--reward-hook"
+        scores = hook(weighted_sum(components, scored, weights_tensor), groups.clone())
+    try:
+        scores = torch.as_tensor(scores, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"{source}: expected {len(groups)} scores, got {type(scores).__name__}: {e}") from e
+    if scores.shape != groups.shape or not torch.isfinite(scores).all():
         raise ValueError(
-            f"--reward-hook: expected {len(rewards)} finite scores, one a sample, got {tuple(scores.shape)}: {scores.tolist()}"
+            f"{source}: expected {len(groups)} finite scores, one a sample, got {tuple(scores.shape)}: {scores.tolist()}"
         )
     return torch.where(scored.any(1), scores, 0.0)
 
@@ -496,6 +503,11 @@ def _rules(cfg: Checked, a: Algorithm) -> list[tuple[bool, str, str]]:
             f"without its group stage it would be another algorithm. {keep}",
         ),
         (
+            plain and GROUP_STAGES[a.group_stage] is none,
+            f"--no-normalize-rewards: group_stage = {a.group_stage}",
+            "it compares nothing within a group, so there is nothing to leave out. Drop the flag",
+        ),
+        (
             plain and parts and not a.requires_rewards_normalization,
             "--no-normalize-rewards: uses_reward_components",
             f"the weighted sum that would be left has lost the components. {keep}",
@@ -538,15 +550,16 @@ def check(cfg: Checked) -> list[str]:
 
     A message says what was asked, which capability refuses it, why, and what to use instead.
     """
-    unknown = [n for n in (cfg.algorithm, *cfg.shadow) if n not in ALGORITHMS]
+    asked = (("--algorithm", cfg.algorithm), *(("--shadow", n) for n in cfg.shadow))
+    unknown = [f"{flag} {n}: unknown; there are {', '.join(ALGORITHMS)}" for flag, n in asked if n not in ALGORITHMS]
     if unknown:
-        flag = "--algorithm" if cfg.algorithm in unknown else "--shadow"
-        return [f"{flag} {' '.join(unknown)}: unknown; there are {', '.join(ALGORITHMS)}"]
+        return unknown
     others = {name: _rules(cfg, a) for name, a in ALGORITHMS.items()}
     problems = []
     for number, (refused, asked, why) in enumerate(others[cfg.algorithm]):
         if refused:
-            fitting = [name for name, rules in others.items() if not rules[number][0]]
+            fitting = [name for name, rules in others.items() if not any(rule[0] for rule in rules)]
+            fitting = fitting or [name for name, rules in others.items() if not rules[number][0]]
             names = f", or --algorithm {'|'.join(fitting)}" if fitting else ""
             problems.append(f"{asked} of {cfg.algorithm} refuses it; {why}{names}")
     for name in cfg.shadow:

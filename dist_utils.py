@@ -507,7 +507,7 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     "policy/clip_fraction_high": ("tokens with A > 0 and ratio > 1 + clip_high (cispo: whatever A)", "mean"),
     "policy/dual_clip_fraction": ("tokens whose loss is bounded by the dual clip", "mean"),
     "policy/mismatch_weight": ("weight of a token's loss for engine against trainer", "mean"),
-    "policy/mismatch_outside": ("tokens whose weight was truncated or masked", "mean"),
+    "policy/mismatch_outside": ("tokens whose weight is not their ratio: truncated, masked, or not corrected at all", "mean"),
     "policy/ref_kl_k1": ("k1 of the policy against the reference", "mean"),
     "policy/ref_kl_k3": ("k3 of the policy against the reference", "mean"),
     "optim/grad_norm": ("global L2 norm of the gradient before clipping", "mean"),

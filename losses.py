@@ -2,7 +2,7 @@
 
 Public: `Batch`, `collate`, `micro_batches`, `form_batches`, `empty_batch`, `register_attention`, `load_model`,
 `token_logprobs`, `Critic`, `token_values`, `POLICY_LOSSES`, `policy_metrics`, `mismatch_weight`, `engine_gap`, `value_loss`,
-`KL_ESTIMATORS`, `kl_to`, `AGGREGATIONS`, `Denominators`.
+`MISMATCH_CORRECTIONS`, `KL_ESTIMATORS`, `kl_to`, `AGGREGATIONS`, `Denominators`.
 
 Shapes: L packed tokens of a micro-batch, P prompts, B responses, T tokens of the longest response, V vocabulary.
 Layout: a prompt stands once, followed by all its responses in the micro-batch; the positions of each response go on from
@@ -405,7 +405,7 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[torch.Tensor, dict]:
-    """l_it = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), with dual_clip c: min(that, -c A) where A < 0
+    """l_it = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), with dual_clip d: min(that, -d A) where A < 0
 
     ratio = exp(logprobs - old_logprobs). Clipped surrogate of PPO (arXiv 1707.06347), asymmetric as in DAPO (arXiv 2503.14476),
     dual clip of arXiv 1912.09729. All tensors [B, T]; returns (token loss [B, T], metrics). With ratio = 1 the gradient is
@@ -431,10 +431,10 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, dict]:
-    """l_it = max(-s_i A, -clip(s_i, 1 - clip_low, 1 + clip_high) A), s_i = exp(mean_t(logprobs - old_logprobs)) of response i
+    """l_it = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(mean_t(logprobs - old_logprobs)) of i
 
     Group sequence policy optimisation (arXiv 2507.18071); the gradient goes through the mean. All tensors [B, T]; returns
-    (token loss [B, T], metrics). With s = 1 and one token a response it is `ppo`.
+    (token loss [B, T], metrics). With one token a response it is `ppo`.
     """
     difference = torch.where(response_mask, logprobs, 0.0) - torch.where(response_mask, old_logprobs, 0.0)
     mean = difference.sum(1, keepdim=True) / response_mask.sum(1, keepdim=True).clamp(min=1)
@@ -511,36 +511,55 @@ def policy_metrics(logprobs: torch.Tensor, old_logprobs: torch.Tensor, response_
 # ---------------------------------------------------------------------------------------------- engine against trainer
 
 
+def truncate(ratio: torch.Tensor, *, mismatch_cap: float) -> torch.Tensor:
+    """min(q, mismatch_cap)
+
+    Truncated importance sampling. Any shape.
+    """
+    return ratio.clamp(max=mismatch_cap)
+
+
+def mask_outside(ratio: torch.Tensor, *, mismatch_low: float, mismatch_cap: float) -> torch.Tensor:
+    """q where mismatch_low <= q <= mismatch_cap, else 0
+
+    As in IcePop. Any shape.
+    """
+    return torch.where((ratio >= mismatch_low) & (ratio <= mismatch_cap), ratio, 0.0)
+
+
+def trust(ratio: torch.Tensor) -> torch.Tensor:
+    """1
+
+    The engine's log-probs as good as the trainer's. Any shape.
+    """
+    return torch.ones_like(ratio)
+
+
 def mismatch_weight(
+    correction: Callable,
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     response_mask: torch.Tensor,
-    mode: str,
-    level: str,
-    low: float,
-    cap: float,
+    whole_sequence: bool,
+    **numbers: float,
 ) -> tuple[torch.Tensor, dict]:
     """Weight of each token's policy loss for the engine's log-probs not being the trainer's: [B, T], without gradient.
 
-        ratio = exp(old_logprobs - rollout_logprobs), of a token, or with level "sequence" of a response (the product)
-        truncate: min(ratio, cap), truncated importance sampling;  none: 1
-        mask: the ratio where it lies within [low, cap], else 0, as in IcePop
+        q = exp(old_logprobs - rollout_logprobs) of a token, or the product over its response
 
-    A token whose engine log-prob is not finite has weight 0 in every mode, and is no part of its response's product.
-    All [B, T]; also returns metrics.
+    correction: an entry of MISMATCH_CORRECTIONS, with its numbers. A token whose engine log-prob is not finite has weight 0
+    whatever it says, and is no part of its response's product. All [B, T]; also returns metrics.
     """
     known = response_mask & torch.isfinite(rollout_logprobs)
     difference = torch.where(known, old_logprobs, 0.0) - torch.where(known, rollout_logprobs, 0.0)
-    if level == "sequence":
+    if whole_sequence:
         difference = difference.sum(1, keepdim=True).expand(difference.shape)
     ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().detach()
-    outside = (ratio > cap) | ((ratio < low) if mode == "mask" else torch.zeros_like(known))
-    corrected = torch.where(outside, 0.0, ratio) if mode == "mask" else ratio.clamp(max=cap)
-    weight = torch.where(known, torch.ones_like(ratio) if mode == "none" else corrected, 0.0)
+    weight = torch.where(known, correction(ratio, **numbers), 0.0)
     count = response_mask.sum()
     metrics = {
         "policy/mismatch_weight": (weight.sum(), count),
-        "policy/mismatch_outside": ((outside & known).sum() if mode != "none" else 0, count),
+        "policy/mismatch_outside": (((weight != ratio) & response_mask).sum(), count),
     }
     return weight, metrics
 
@@ -649,6 +668,7 @@ def sequence_sum_norm(token_loss: torch.Tensor, response_mask: torch.Tensor, tot
 
 
 POLICY_LOSSES: dict[str, Callable] = {"ppo": ppo, "gspo": gspo, "sapo": sapo, "cispo": cispo, "reinforce": reinforce}
+MISMATCH_CORRECTIONS: dict[str, Callable] = {"truncate": truncate, "mask": mask_outside, "none": trust}
 KL_ESTIMATORS: dict[str, Callable] = {"k1": k1, "k2": k2, "k3": k3}
 AGGREGATIONS: dict[str, Callable] = {
     "token_mean": token_mean,

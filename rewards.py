@@ -133,11 +133,11 @@ def load_function(place: str, flag: str = "--reward-hook") -> Callable:
     if not path.endswith(".py") or not name:
         raise ValueError(f"{flag} {place}: expected path.py:function")
     try:
-        spec = importlib.util.spec_from_file_location(Path(path).stem, Path(path).expanduser())
+        spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", Path(path).expanduser())
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look their module up there
         spec.loader.exec_module(module)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ValueError(f"{flag} {place}: running {path} (seen from {Path.cwd()}) gave {type(e).__name__}: {e}") from e
     found = getattr(module, name, None)
     if not callable(found):

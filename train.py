@@ -151,10 +151,10 @@ class Config:
     """Weight for trainer against engine: min(ratio, cap), the ratio within [low, cap] else 0, or 1."""
     mismatch_level: Literal["token", "sequence"] = "token"
     """Ratio of a token, or the product over a response."""
-    mismatch_low: float = 0.5
-    """Lower end for `mask`."""
-    mismatch_cap: float = 2.0
-    """Upper end."""
+    mismatch_low: float | None = None
+    """Lower end for `mask`; default 0.5."""
+    mismatch_cap: float | None = None
+    """Upper end; default 2."""
     critic_lr: float | None = None
     """Learning rate of the critic."""
     critic_warmup_steps: int | None = None
@@ -273,9 +273,11 @@ def read_config_file(path: str) -> list[str]:
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
     types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in ("config", "list_algorithms", "list_metrics")}
-    arguments, problems = [], []
+    arguments, problems, seen = [], [], set()
     for key, value in values.items():
         name = str(key).replace("-", "_")
+        problems += [f"{key}: given twice, as - and _ are the same"] if name in seen else []
+        seen.add(name)
         flag = f"--{name.replace('_', '-')}"
         is_tuple, is_bool = str(types.get(name)).startswith("tuple"), types.get(name) is bool
         if name not in types:
@@ -287,7 +289,8 @@ def read_config_file(path: str) -> list[str]:
             arguments.append(flag if value else f"--no-{flag[2:]}")
         elif is_tuple:
             items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
-            if not isinstance(items, list) or any(isinstance(i, list | dict) or i is None for i in items):
+            wrong = (isinstance(i, list | dict) or i is None or str(i).startswith("--") for i in items or ())
+            if not isinstance(items, list) or any(wrong):
                 problems.append(f"{key}: {value!r} is not a list of values")
                 continue
             arguments += [flag, *map(str, items)]
@@ -295,6 +298,8 @@ def read_config_file(path: str) -> list[str]:
             arguments.append(f"{flag}={json.dumps(value, default=str)}")
         elif isinstance(value, list | dict):
             problems.append(f"{key}: {value!r} is a {type(value).__name__}, not a single value")
+        elif value is None and "None" not in str(types[name]):
+            problems.append(f"{key}: null, but it needs a value")
         else:
             arguments.append(f"{flag}={value}")
     if problems:
@@ -310,15 +315,37 @@ def parse(argv: Sequence[str]) -> Config:
         named += [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
         from_file = read_config_file(named[-1]) if named else []
         cfg = tyro.cli(Config, args=[*from_file, *argv], prog="train.py", console_outputs=not quiet)
-        if not (cfg.list_algorithms or cfg.list_metrics):
-            problems = find_problems(cfg)
-            if problems:
-                raise ValueError("the configuration cannot run:\n  - " + "\n  - ".join(problems))
+        listing = cfg.list_algorithms or cfg.list_metrics
+        problems = registry_problems() or ([] if listing else find_problems(cfg))
+        if problems:
+            raise ValueError("the configuration cannot run:\n  - " + "\n  - ".join(problems))
     except ValueError as e:
         if not quiet:
             print(f"train.py: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     return cfg
+
+
+def registry_problems() -> list[str]:
+    """What is wrong with the registries themselves, as a fork may have left them."""
+    functions = {"group_stage": adv.GROUP_STAGES, "batch_stage": adv.BATCH_STAGES, "policy_loss": losses.POLICY_LOSSES}
+    functions |= {"aggregation": losses.AGGREGATIONS, "kl_estimator": losses.KL_ESTIMATORS}
+    flags = {f.name for f in dataclasses.fields(Config)} & {f.name for f in dataclasses.fields(adv.Algorithm)}
+    problems = []
+    for field, registry in functions.items():
+        for name, function in registry.items():
+            if not (function.__doc__ or "").split("\n")[0].strip():
+                problems.append(f"{field} {name}: the first line of its docstring must be its formula, which a run prints")
+            strange = [n for n in adv.options_of(function) if n not in flags]
+            if strange:
+                problems.append(
+                    f"{field} {name}: keyword-only {', '.join(strange)} must be a field of Config and Algorithm, as a flag is"
+                )
+    for name, a in adv.ALGORITHMS.items():
+        for field, registry in (*functions.items(), ("kl_place", ("loss", "reward"))):
+            if getattr(a, field) not in registry:
+                problems.append(f"algorithm {name}: {field} {getattr(a, field)} is unknown; there are {', '.join(registry)}")
+    return problems
 
 
 def find_problems(cfg: Config) -> list[str]:
@@ -343,8 +370,11 @@ def find_problems(cfg: Config) -> list[str]:
         problems.append(f"--seed {cfg.seed}: must be below 2147483648")
     if len(set(cfg.eval_modes)) != len(cfg.eval_modes) or (cfg.eval_every and not cfg.eval_modes):
         problems.append(f"--eval-modes {' '.join(cfg.eval_modes)}: name greedy, sampled or both, each once")
-    if cfg.mismatch_low >= cfg.mismatch_cap:
-        problems.append(f"--mismatch-low {cfg.mismatch_low}: must be below --mismatch-cap {cfg.mismatch_cap}")
+    if cfg.reference_update_every == 1 and cfg.updates_per_rollout == 1:
+        problems.append(
+            "--reference-update-every 1 with one optimizer step a rollout: the reference would always be the policy itself, "
+            "and the KL 0. Give a larger number"
+        )
     for name, known in (("aggregation", losses.AGGREGATIONS), ("kl_estimator", losses.KL_ESTIMATORS)):
         if getattr(cfg, name) is not None and getattr(cfg, name) not in known:
             problems.append(f"{_flag(name)} {getattr(cfg, name)}: unknown; there are {', '.join(known)}")
@@ -361,6 +391,9 @@ def find_problems(cfg: Config) -> list[str]:
             f"{cfg.optimizer_steps_per_rollout}; each optimizer batch takes the same number of prompts"
         )
     if cfg.algorithm in adv.ALGORITHMS:
+        low, cap = cfg.number("mismatch_low"), cfg.number("mismatch_cap")
+        if low >= cap and "mismatch_low" in adv.options_of(losses.MISMATCH_CORRECTIONS[cfg.mismatch]):
+            problems.append(f"--mismatch-low {low}: must be below --mismatch-cap {cap}")
         warmup, updates = cfg.warmup_rollouts, policy_updates(cfg)
         if warmup >= max(cfg.steps, 1):
             problems.append(f"--critic-warmup-steps {warmup}: the run has {cfg.steps} steps; the policy would never learn")
@@ -382,9 +415,7 @@ def out_of_range(cfg: Config) -> list[str]:
     at_least_1 += "optimizer_steps_per_rollout epochs_per_rollout micro_batch_tokens"
     at_least_0 = "warmup_steps eval_every eval_prompts weight_decay seed reference_update_every kl_coef entropy_coef "
     at_least_0 += "critic_warmup_steps mismatch_low"
-    positive = (
-        "lr max_grad_norm max_logprob_diff clip_low clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip"
-    )
+    positive = "lr max_grad_norm max_logprob_diff clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip"
     greedy = "a positive, finite number; greedy samples of a group are all alike, so nothing can be learned"
     ranges = (
         ("at least 1", lambda v: 1 <= v < math.inf, at_least_1),
@@ -394,6 +425,7 @@ def out_of_range(cfg: Config) -> list[str]:
         ("over 1, and finite; usual is 3", lambda v: 1 < v < math.inf, "dual_clip"),
         ("over 0 and under 1", lambda v: 0 < v < 1, "adam_beta2 gpu_memory_utilization"),
         ("from 0 to 1", lambda v: 0 <= v <= 1, "gamma gae_lambda"),
+        ("over 0 and at most 1, where no ratio is clipped below", lambda v: 0 < v <= 1, "clip_low"),
     )
     values = [(name, getattr(cfg, name), what, fits) for what, fits, names in ranges for name in names.split()]
     return [f"{_flag(n)} {v}: must be {what}" for n, v, what, fits in values if v is not None and not fits(v)]
@@ -402,19 +434,23 @@ def out_of_range(cfg: Config) -> list[str]:
 def unread_flags(cfg: Config) -> list[str]:
     """Flags that were given and that nothing in this run would read."""
     spec, problems = cfg.spec, []
-    readers = {"loss": losses.POLICY_LOSSES[spec.policy_loss], "batch stage": adv.BATCH_STAGES[spec.batch_stage]}
-    every = {"loss": losses.POLICY_LOSSES, "batch stage": adv.BATCH_STAGES}
-    for kind, registry in every.items():
+    registries = {  # what reads flags: all there is, what this run takes of it, and the algorithms that take another
+        "loss": (losses.POLICY_LOSSES, spec.policy_loss, "policy_loss"),
+        "batch stage": (adv.BATCH_STAGES, spec.batch_stage, "batch_stage"),
+        "--mismatch": (losses.MISMATCH_CORRECTIONS, cfg.mismatch, None),
+    }
+    for kind, (registry, taken, field) in registries.items():
         for name in dict.fromkeys(n for function in registry.values() for n in adv.options_of(function)):
-            if getattr(cfg, name) is not None and name not in adv.options_of(readers[kind]):
+            if getattr(cfg, name) is not None and name not in adv.options_of(registry[taken]):
                 having = [n for n, f in registry.items() if name in adv.options_of(f)]
-                fitting = [n for n, a in adv.ALGORITHMS.items() if {a.policy_loss, a.batch_stage} & set(having)]
+                if field:
+                    having = [n for n, a in adv.ALGORITHMS.items() if getattr(a, field) in having]
                 problems.append(
-                    f"{_flag(name)} {getattr(cfg, name)}: the {kind} {readers[kind].__name__} of {cfg.algorithm} does not read "
-                    f"it. Drop the flag, or use --algorithm {'|'.join(fitting)}"
+                    f"{_flag(name)} {getattr(cfg, name)}: the {kind} {taken} of {cfg.algorithm} does not read it. Drop the "
+                    f"flag, or use {'--algorithm' if field else kind} {'|'.join(having)}"
                 )
-    if not cfg.normalize_rewards and adv.GROUP_STAGES[spec.group_stage] is adv.none:
-        problems.append(f"--no-normalize-rewards: {cfg.algorithm} has no group stage that could be left out. Drop the flag")
+    if cfg.mismatch_level != "token" and not adv.options_of(losses.MISMATCH_CORRECTIONS[cfg.mismatch]):
+        problems.append(f"--mismatch-level {cfg.mismatch_level}: --mismatch {cfg.mismatch} does not read it. Drop the flag")
     given = {"kl_estimator": cfg.kl_estimator, "kl_place": cfg.kl_place}
     given |= {n: getattr(cfg, n) or None for n in ("reference_update_every", "offload_reference")}
     for name, value in given.items():
@@ -544,37 +580,42 @@ def describe(cfg: Config, ranks: du.Ranks, model_path: str, prompts: ro.Prompts,
 
 def equation(cfg: Config) -> str:
     """What this configuration trains on, as formulas: the first lines of the docstrings of what it looked up."""
-    spec = cfg.spec
+    spec, formula = cfg.spec, adv.formula_of
     stage, loss = adv.BATCH_STAGES[spec.batch_stage], losses.POLICY_LOSSES[spec.policy_loss]
     group = adv.GROUP_STAGES[spec.group_stage if cfg.normalize_rewards else "none"]
-    numbers = {n: v for n, v in (cfg.numbers(loss) | cfg.numbers(stage)).items() if v is not None}
+    correction = losses.MISMATCH_CORRECTIONS[cfg.mismatch]
+    numbers = cfg.numbers(loss) | cfg.numbers(stage) | cfg.numbers(correction)
     estimator, place, coef = (cfg.number(n) for n in ("kl_estimator", "kl_place", "kl_coef"))
-    weight = {"truncate": f"min(q, {cfg.mismatch_cap:g})", "none": "1"}
-    weight["mask"] = f"q where {cfg.mismatch_low:g} <= q <= {cfg.mismatch_cap:g}, else 0"
-    weight = weight[cfg.mismatch] + f", q = exp(old_logprobs - rollout_logprobs) of a {cfg.mismatch_level}"
-    aggregation = losses.AGGREGATIONS[cfg.aggregation or spec.aggregation]
-    terms = "w l" + (f" + {coef:g} KL" if coef and place == "loss" else "")
+    terms = "c l" + (f" + {coef:g} KL" if coef and place == "loss" else "")
     terms += f" - {cfg.entropy_coef:g} H" if cfg.entropy_coef else ""
-    score = f"s_i = {adv.formula_of(group)}" if cfg.reward_hook is None else f"s = {cfg.reward_hook}(r, groups)"
+    score = f"s_i = {formula(group)}" if cfg.reward_hook is None else f"s = {cfg.reward_hook}(r, groups)"
+    score += "" if spec.uses_reward_components or group is adv.none else ", r_i = sum_k w_k x_ik"
+    weights = ", ".join(f"{n} {w:g}" for n, w in zip(cfg.rewards, cfg.weights))
+    aggregation = formula(losses.AGGREGATIONS[cfg.aggregation or spec.aggregation])
     lines = [
-        f"{cfg.algorithm}: L = {adv.formula_of(aggregation).replace('m l', f'm ({terms})')}",
-        f"  sums over one optimizer batch, all micro-batches and ranks: N = {batch_sequences(cfg)} sequences",
-        f"  {adv.formula_of(loss)}",
-        f"  {adv.formula_of(stage)}" + (", then whitened over its tokens" if cfg.normalize_advantages else ""),
-        f"  {score}, w = {', '.join(f'{n} {w:g}' for n, w in zip(cfg.rewards, cfg.weights))}",
-        f"  w_it = {weight}" if cfg.mismatch != "none" else "  w_it = 1",
+        f"{cfg.algorithm}: L = {aggregation.replace('m l', f'm ({terms})')}",
+        f"  sums over one optimizer batch, all micro-batches and ranks: N = {batch_sequences(cfg)} sequences; "
+        f"max_response_tokens {cfg.max_response_tokens}",
+        f"  {formula(loss)}",
+        f"  {formula(stage)}" + (", then whitened over its tokens" if cfg.normalize_advantages else ""),
+        f"  {score}; reward weights w: {weights}",
+        f"  c = {formula(correction)}"
+        + (f", q = exp(old_logprobs - rollout_logprobs) of a {cfg.mismatch_level}" if cfg.numbers(correction) else ""),
     ]
     if coef:
         of = "logprobs" if place == "loss" else "old_logprobs"
-        moving = f", which follows every {cfg.reference_update_every} steps" if cfg.reference_update_every else ""
-        kl = adv.formula_of(losses.KL_ESTIMATORS[estimator]).replace("x = logprobs - base_logprobs", f"x = {of} - ref_logprobs")
-        lines.append(f"  KL = {kl.removeprefix('x = ')} in the {place}, kl_coef {coef:g}{moving}")
+        kl = formula(losses.KL_ESTIMATORS[estimator]).replace("x = logprobs - base_logprobs", f"x = {of} - ref_logprobs")
+        lines.append(f"  KL = {kl.removeprefix('x = ')} in the {place} alone, kl_coef {coef:g}")
+        if cfg.reference_update_every:
+            lines[-1] += f"; the reference takes the policy's weights every {cfg.reference_update_every} steps"
         if losses.KL_ESTIMATORS[estimator] is losses.k1 and place == "loss":
             lines[-1] += "; warning: its expected gradient is 0, k2 and k3 pull the policy back"
+    else:
+        lines.append("  no KL: kl_coef 0")
     if spec.needs_critic:
-        lines.append(f"  critic: mean over tokens of {adv.formula_of(losses.value_loss)}, R = A + V")
-        numbers["value_clip"] = cfg.number("value_clip")
-    lines += [f"  {', '.join(f'{n} {v:g}' for n, v in numbers.items())}"] if numbers else []
+        lines.append(f"  critic: mean over tokens of {formula(losses.value_loss)}, R = A + V before any whitening")
+        numbers |= {n: cfg.number(n) for n in ("value_clip", "critic_lr", "critic_warmup_steps")}
+    lines += ["  " + ", ".join(f"{n} {'off' if v is None else f'{v:g}'}" for n, v in numbers.items())] if numbers else []
     return "\n".join(lines) + "\n"
 
 
@@ -752,8 +793,12 @@ def policy_loss(
     mask, old_logprobs = batch.response_mask, batch.old_logprobs
     loss = losses.POLICY_LOSSES[cfg.spec.policy_loss]
     token_loss, metrics = loss(logprobs, old_logprobs, batch.advantages, mask, **cfg.numbers(loss))
-    mismatch = (cfg.mismatch, cfg.mismatch_level, cfg.mismatch_low, cfg.mismatch_cap)
-    weight, weight_metrics = losses.mismatch_weight(old_logprobs, batch.rollout_logprobs, mask, *mismatch)
+    if token_loss.shape != mask.shape:
+        shapes = f"{tuple(token_loss.shape)}, not a loss for each token, {tuple(mask.shape)}"
+        raise ValueError(f"the loss {cfg.spec.policy_loss} returned {shapes}")
+    correction = losses.MISMATCH_CORRECTIONS[cfg.mismatch]
+    seen = (old_logprobs, batch.rollout_logprobs, mask, cfg.mismatch_level == "sequence")
+    weight, weight_metrics = losses.mismatch_weight(correction, *seen, **cfg.numbers(correction))
     metrics |= weight_metrics | losses.policy_metrics(logprobs.detach(), old_logprobs, mask)
     token_loss = token_loss * weight
     if batch.ref_logprobs is not None:
@@ -866,7 +911,7 @@ class Log:
             parts.append(" ".join(f"{n} {m.get(f'reward/{n}', float('nan')):.3f}" for n in self.cfg.rewards))
             parts.append(f"tokens {m['rollout/response_tokens']:.1f}")
             parts.append(f"logprob_diff {m.get('rollout/logprob_diff', float('nan')):.4f}")
-            parts.append(f"grad {m.get('optim/grad_norm', float('nan')):.3f}")
+            parts += [f"grad {m['optim/grad_norm']:.3f}"] if "optim/grad_norm" in m else []
             parts += [f"value {m['loss/value']:.4f}"] if "loss/value" in m else []
         evals = {k: v for k, v in m.items() if k.startswith("eval/") and not k.endswith("response_tokens")}
         if evals:

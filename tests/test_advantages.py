@@ -161,9 +161,20 @@ def test_group_stage_off_and_a_hook_in_its_place():
     assert seen == [([1, 2.5, 0, 4], [0, 0, 1, 1])]
     empty = (components[:0], scored[:0], [1.0, 0.5], torch.zeros(0, dtype=torch.int64))
     assert adv.group_scores("grpo", *empty, hook=lambda r, g: 1 / 0).shape == (0,)  # a rank without samples
-    for wrong in (lambda r, g: r[:1], lambda r, g: r * float("nan"), lambda r, g: 1.0):
-        with pytest.raises(ValueError, match=r"--reward-hook: expected 4 finite scores"):
+    for wrong in (lambda r, g: r[:1], lambda r, g: r * float("nan"), lambda r, g: 1.0, lambda r, g: None, lambda r, g: {}):
+        with pytest.raises(ValueError, match=r"--reward-hook: expected 4 (finite )?scores"):
             adv.group_scores("grpo", *graded, hook=wrong)
+    grown = adv.group_scores("grpo", *graded, hook=lambda r, g: r.requires_grad_() * 2)
+    assert not grown.requires_grad
+
+
+def test_a_group_stage_of_a_fork_must_give_one_score_a_sample(monkeypatch):
+    components, scored = matrix([[1, 2]])
+    graded = (components, scored, [1.0], torch.tensor([0, 0]))
+    for wrong in (lambda c, s, w, g: c, lambda c, s, w, g: [1.0], lambda c, s, w, g: "no"):
+        monkeypatch.setitem(adv.GROUP_STAGES, "grpo", wrong)
+        with pytest.raises(ValueError, match=r"grpo: expected 2 (finite )?scores"):
+            adv.group_scores("grpo", *graded)
 
 
 # ---------------------------------------------------------------------------------------------- batch stages by hand
@@ -449,6 +460,7 @@ REFUSALS = [
     ("requires_on_policy_updates", "rloo", {"push_every": 2}, "--push-every 2: requires_on_policy_updates", "cispo"),
     ("supports_fully_async", "gdpo", {"push_every": 2}, "--push-every 2: supports_fully_async = False", "sapo"),
     ("requires_rewards_normalization", "rloo", {"normalize_rewards": False}, "--no-normalize-rewards: requires_", "grpo"),
+    ("group_stage", "ppo", {"normalize_rewards": False}, "--no-normalize-rewards: group_stage = none of ppo", "grpo"),
     ("allows_reward_post_process_hooks", "gdpo", {"reward_hook": "a.py:f"}, "--reward-hook a.py:f: allows_", "grpo"),
     (
         "forbids_reward_side_kl",
@@ -468,7 +480,7 @@ REFUSALS = [
 def test_every_capability_refuses_and_accepts(capability, refuses, asked, says, accepts):
     (message,) = adv.check(config(algorithm=refuses, **asked))
     assert says in message and capability in message and f"of {refuses} refuses it; " in message
-    assert "Use " in message and accepts in message.rpartition("--algorithm ")[2].split("|")
+    assert ("Use " in message or "Drop " in message) and accepts in message.rpartition("--algorithm ")[2].split("|")
     assert adv.check(config(algorithm=accepts, **asked)) == []
 
 
@@ -525,7 +537,7 @@ def test_capabilities_are_those_of_the_table():
 def test_every_capability_has_a_test():
     fields = [f.name for f in dataclasses.fields(adv.Algorithm)]
     capabilities = set(fields[fields.index("uses_reward_components") :])
-    assert capabilities == {r[0] for r in REFUSALS} | {"advantage_normalization", "uses_reward_components"}
+    assert capabilities == {r[0] for r in REFUSALS} - {"group_stage"} | {"advantage_normalization", "uses_reward_components"}
 
 
 def test_check_reports_every_violation_at_once():
@@ -533,6 +545,8 @@ def test_check_reports_every_violation_at_once():
     wrong = config(algorithm="rloo", samples_per_prompt=1, normalize_advantages=True, epochs_per_rollout=2, kl_place="reward")
     assert len(adv.check(wrong)) == 4
     assert adv.check(config(algorithm="grop")) == [f"--algorithm grop: unknown; there are {', '.join(NAMES)}"]
+    named = adv.check(config(algorithm="gdpo", push_every=2))[0].rpartition("--algorithm ")[2].split("|")
+    assert "rloo" not in named and all(adv.check(config(algorithm=n, push_every=2)) == [] for n in named)
 
 
 def test_shadows_are_checked():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import launch, make_samples
 
+import advantages as adv
 import losses
 
 
@@ -243,25 +244,31 @@ def test_losses_stay_finite_at_infinite_ratios(name):
 # ---------------------------------------------------------------------------------------------- engine against trainer
 
 
+RANGE = {"mismatch_low": 0.5, "mismatch_cap": 2.0}
+
+
+def mismatch(mode, *tensors, whole_sequence=False):
+    correction = losses.MISMATCH_CORRECTIONS[mode]
+    return losses.mismatch_weight(correction, *tensors, whole_sequence, **{n: RANGE[n] for n in adv.options_of(correction)})
+
+
 def test_mismatch_by_hand():
     old, engine = torch.tensor([[3.0, 0.3, 1.2]]).double().log(), torch.zeros(1, 3)
     mask = torch.ones(1, 3).bool()
     for mode, want in (("truncate", [2, 0.3, 1.2]), ("mask", [0, 0, 1.2]), ("none", [1, 1, 1])):
-        weight, metrics = losses.mismatch_weight(old, engine, mask, mode, "token", 0.5, 2.0)
+        weight, metrics = mismatch(mode, old, engine, mask)
         assert weight[0].tolist() == pytest.approx(want)
-        assert int(metrics["policy/mismatch_outside"][0]) == {"truncate": 1, "mask": 2, "none": 0}[mode]
-    assert losses.mismatch_weight(old, engine, mask, "truncate", "sequence", 0.5, 2.0)[0][0].tolist() == pytest.approx(
-        [1.08] * 3
-    )
+        assert int(metrics["policy/mismatch_outside"][0]) == {"truncate": 1, "mask": 2, "none": 3}[mode]
+    assert mismatch("truncate", old, engine, mask, whole_sequence=True)[0][0].tolist() == pytest.approx([1.08] * 3)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("mode", ["truncate", "mask", "none"])
+@pytest.mark.parametrize("mode", list(losses.MISMATCH_CORRECTIONS))
 def test_mismatch_weights_equal_their_oracle(mode, level):
     old, engine = rows(MASK, 0.6, 1), rows(MASK, 0.6, 2)
     engine[2, 2], engine[1, 1] = float("nan"), float("-inf")
     engine = torch.where(MASK, engine, float("inf"))
-    weight, _ = losses.mismatch_weight(old.requires_grad_(), engine, MASK, mode, level, 0.5, 2.0)
+    weight, _ = mismatch(mode, old.requires_grad_(), engine, MASK, whole_sequence=level == "sequence")
     want = oracles.mismatch(old.tolist(), engine.tolist(), MASK.tolist(), mode, level, 0.5, 2.0)
     torch.testing.assert_close(weight.double(), torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=1e-6)
     assert not weight.requires_grad and weight[2, 2] == 0 and weight[1, 1] == 0

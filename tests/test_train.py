@@ -65,6 +65,10 @@ def test_file_is_parsed_like_the_command_line(tmp_path):
         ("rewards: format\n", ["rewards: 'format' is not a list"]),
         ("lr: abc\n", ["--lr"]),
         ("a: [\n", ["--config"]),
+        ("kl_coef: 0.1\nkl-coef: 0.2\n", ["kl-coef: given twice"]),
+        ("shadow: ['--steps=1']\n", ["shadow: ['--steps=1'] is not a list of values"]),
+        ("shadow: null\n", ["shadow: None is not a list of values"]),
+        ("model: null\n", ["model: null, but it needs a value"]),
     ],
 )
 def test_wrong_files_end_in_one_message(tmp_path, capsys, text, says):
@@ -107,14 +111,20 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--kl-coef", "0.1", "--kl-estimator", "k4"), "--kl-estimator k4: unknown; there are k1, k2, k3"),
         (("--reference-update-every", "5"), "--reference-update-every 5: there is no KL term"),
         (("--offload-reference",), "--offload-reference True: there is no KL term"),
-        (("--mismatch-low", "3"), "--mismatch-low 3.0: must be below --mismatch-cap 2.0"),
+        (("--mismatch", "mask", "--mismatch-low", "3"), "--mismatch-low 3.0: must be below --mismatch-cap 2.0"),
+        (("--mismatch-low", "0.1"), "the --mismatch truncate of gdpo does not read it. Drop the flag, or use --mismatch mask"),
+        (("--mismatch", "none", "--mismatch-cap", "5"), "or use --mismatch truncate|mask"),
+        (("--mismatch", "none", "--mismatch-level", "sequence"), "--mismatch none does not read it"),
+        (("--clip-low", "5"), "--clip-low 5.0: must be over 0 and at most 1"),
+        (("--kl-coef", "1", "--reference-update-every", "1"), "the reference would always be the policy itself"),
+        (("--algorithm", "grpo", "--reward-hook", "tests/hooks_that_exit.py:f"), "gave SystemExit: 0"),
         (("--algorithm", "grpo", "--push-every", "2", "--eval-every", "3"), "--eval-every 3: not a multiple of --push-every 2"),
         (("--algorithm", "ppo", "--critic-warmup-steps", "100"), "the policy would never learn"),
         (("--algorithm", "ppo", "--gae-lambda", "1.5"), "--gae-lambda 1.5: must be from 0 to 1"),
         (("--algorithm", "grpo", "--reward-hook", "hook"), "--reward-hook hook: expected path.py:function"),
         (("--algorithm", "grpo", "--reward-hook", "no.py:f"), "--reward-hook no.py:f: running no.py (seen from"),
         (("--algorithm", "grpo", "--reward-hook", "train.py:f", "--no-normalize-rewards"), "both replace the group stage"),
-        (("--algorithm", "ppo", "--no-normalize-rewards"), "ppo has no group stage that could be left out"),
+        (("--algorithm", "ppo", "--no-normalize-rewards"), "group_stage = none of ppo refuses it"),
         (("--shadow", "gpdo"), "--shadow gpdo: unknown"),
         (("--rewards", "corectness"), "did you mean correctness"),
         (("--reward-weights", "format=0", "correctness=0"), "all weights are zero"),
@@ -151,22 +161,23 @@ def test_only_the_final_configuration_is_checked(tmp_path, capsys):
 
 def test_the_equation_is_what_the_configuration_looks_up():
     said = train.equation(parse("--reward-weights", "format=0.5"))
-    assert said.startswith("gdpo: L = (1 / N) sum_i (sum_t m (w l) / T_i)") and "N = 64 sequences" in said
-    assert "sum_k w_k (x_ik - mean_g(x_k)) / (std_g(x_k) + 1e-4), w = correctness 1, format 0.5" in said
-    assert "w_it = min(q, 2), q = exp(old_logprobs - rollout_logprobs) of a token" in said and "KL" not in said
+    assert said.startswith("gdpo: L = (1 / N) sum_i (sum_t m (c l) / T_i)") and "N = 64 sequences" in said
+    assert "sum_k w_k (x_ik - mean_g(x_k)) / (std_g(x_k) + 1e-4); reward weights w: correctness 1, format 0.5" in said
+    assert "c = min(q, mismatch_cap), q = exp(old_logprobs - rollout_logprobs) of a token" in said and "no KL" in said
+    assert said.endswith("clip_low 0.2, clip_high 0.2, dual_clip off, mismatch_cap 2\n")
     argv = ["--algorithm", "dapo", "--kl-coef", "0.1", "--entropy-coef", "0.01", "--mismatch", "none", "--dual-clip", "3"]
     said = train.equation(parse(*argv, "--reference-update-every", "4", "--normalize-advantages"))
-    assert "L = sum_it m (w l + 0.1 KL - 0.01 H) / sum_it m" in said and "w_it = 1\n" in said
-    assert "KL = exp(-x) - 1 + x, x = logprobs - ref_logprobs in the loss, kl_coef 0.1, which follows every 4 steps" in said
+    assert "L = sum_it m (c l + 0.1 KL - 0.01 H) / sum_it m" in said and "c = 1\n" in said
+    assert "KL = exp(-x) - 1 + x, x = logprobs - ref_logprobs in the loss alone, kl_coef 0.1; the reference takes" in said
     assert "clip_low 0.2, clip_high 0.28, dual_clip 3" in said and "then whitened over its tokens" in said
     said = train.equation(parse("--algorithm", "reinforce_plus_plus", "--mismatch", "mask", "--mismatch-level", "sequence"))
-    assert "KL = old_logprobs - ref_logprobs in the reward, kl_coef 0.01" in said and "m (w l) /" in said
-    assert "q where 0.5 <= q <= 2, else 0, q = exp(old_logprobs - rollout_logprobs) of a sequence" in said
+    assert "KL = old_logprobs - ref_logprobs in the reward alone, kl_coef 0.01" in said and "m (c l) /" in said
+    assert "c = q where mismatch_low <= q <= mismatch_cap, else 0, q = exp(old_logprobs - rollout_logprobs) of a seq" in said
     argv = ["--algorithm", "grpo", "--kl-coef", "1", "--kl-estimator", "k1"]
     assert "warning: its expected gradient is 0" in train.equation(parse(*argv))
     said = train.equation(parse("--algorithm", "ppo"))
     assert "critic: mean over tokens of l_it = max((V_clip - R)^2" in said and "value_clip 0.2" in said
-    assert "s_i = r_i - mean_g(r)" in train.equation(parse("--algorithm", "dr_grpo"))
+    assert "s_i = r_i - mean_g(r), r_i = sum_k w_k x_ik;" in train.equation(parse("--algorithm", "dr_grpo"))
     assert "s_i = r_i = sum_k" in train.equation(parse("--algorithm", "dr_grpo", "--no-normalize-rewards"))
 
 
@@ -175,6 +186,32 @@ def test_plan_counts_tokens_and_memory(mini):
     said = train.plan(parse("--algorithm", "ppo", "--kl-coef", "0.1", "--dtype", "float32"), two, str(mini))
     assert "8 x 8 = 64 responses, at most 16,384 tokens after 4,096 of prompts" in said and "2 ranks" in said
     assert "critic" in said and "reference" in said and "reference" not in train.plan(parse(), two, str(mini))
+
+
+def test_registries_of_a_fork_are_checked_before_anything_else(monkeypatch, capsys):
+    for name in ("GROUP_STAGES", "BATCH_STAGES", "ALGORITHMS"):
+        monkeypatch.setattr(adv, name, dict(getattr(adv, name)))
+    monkeypatch.setattr(losses, "POLICY_LOSSES", dict(losses.POLICY_LOSSES))
+    adv.ALGORITHMS["typo"] = dataclasses.replace(adv.ALGORITHMS["grpo"], batch_stage="brodcast", kl_place="rewrd")
+    adv.GROUP_STAGES["mute"] = lambda components, scored, weights, groups: None
+    losses.POLICY_LOSSES["wide"] = lambda logprobs, old, advantages, mask, *, width: None
+    for argv in ([], ["--list-algorithms"]):
+        err = refused(capsys, *argv)
+        assert "algorithm typo: batch_stage brodcast is unknown; there are broadcast, whiten_sequence" in err
+        assert "algorithm typo: kl_place rewrd is unknown; there are loss, reward" in err
+        assert "group_stage mute: the first line of its docstring must be its formula" in err
+        assert "policy_loss wide: keyword-only width must be a field of Config and Algorithm" in err
+        assert err.count("\n  - ") == 5
+
+
+@pytest.mark.parametrize("shape", [lambda x: x.mean(), lambda x: x[:, :1], lambda x: x[0]])
+def test_a_loss_of_another_shape_is_refused(alone, monkeypatch, shape):
+    monkeypatch.setitem(losses.POLICY_LOSSES, "ppo", lambda lp, old, a, mask: (shape(lp), {}))
+    x = torch.zeros(3, 4, requires_grad=True)
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    batch = SimpleNamespace(response_mask=mask, old_logprobs=x, rollout_logprobs=x, advantages=x, ref_logprobs=None)
+    with pytest.raises(ValueError, match=r"the loss ppo returned .*, not a loss for each token, \(3, 4\)"):
+        train.policy_loss(train.Config(), batch, x, x, losses.Denominators(3, 12, 4), du.Meter())
 
 
 def test_all_problems_in_one_message(capsys):
@@ -230,7 +267,17 @@ RUNS["gdpo"] += [*EVALS, "--epochs-per-rollout", "2", "--micro-batch-tokens", "6
 RUNS["ppo"] += ["--shadow", "ppo", "gdpo", "--normalize-advantages"]
 RUNS |= {
     "warmup": ["--algorithm", "ppo", "--critic-warmup-steps", "1", "--kl-place", "loss", "--kl-estimator", "k2"],
-    "following": ["--algorithm", "grpo", "--reference-update-every", "1", "--offload-reference", "--entropy-coef", "0.01"],
+    "following": [
+        "--algorithm",
+        "grpo",
+        "--steps",
+        "3",
+        "--reference-update-every",
+        "2",
+        "--offload-reference",
+        "--entropy-coef",
+        "0.01",
+    ],
     "stale": ["--algorithm", "grpo", "--push-every", "2", "--mismatch", "mask", "--mismatch-level", "sequence", "--lr", "0.02"],
     "hook": ["--algorithm", "grpo", "--reward-hook", "tests/hooks.py:best_of_group", "--dual-clip", "3"],
     "epochs": ["--algorithm", "grpo", "--epochs-per-rollout", "2", "--mismatch-level", "sequence"],
@@ -305,7 +352,7 @@ def test_critic_learns_and_warms_up_alone(many):
 
 
 def test_reference_follows_and_the_engine_may_be_stale(many):
-    assert many[2]["following"][1]["policy/ref_kl_k3"] == 0
+    assert [m["policy/ref_kl_k3"] > 0 for m in many[2]["following"]] == [False, True, False]  # exactly 0 after the second step
     fresh, stale = many[2]["stale"]
     assert fresh["rollout/logprob_diff"] < 1e-3 < 0.2 < stale["rollout/logprob_diff"]  # over the limit, on purpose
     assert stale["policy/ratio"] == 1 and stale["policy/mismatch_weight"] < 1 and stale["policy/mismatch_outside"] > 0
