@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import tyro
@@ -298,7 +298,7 @@ def read_config_file(path: str) -> list[str]:
             arguments.append(f"{flag}={json.dumps(value, default=str)}")
         elif isinstance(value, list | dict):
             problems.append(f"{key}: {value!r} is a {type(value).__name__}, not a single value")
-        elif value is None and "None" not in str(types[name]):
+        elif value is None and type(None) not in get_args(types[name]):
             problems.append(f"{key}: null, but it needs a value")
         else:
             arguments.append(f"{flag}={value}")

@@ -40,7 +40,7 @@ def refused(capsys, *argv):
 def test_file_is_parsed_like_the_command_line(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(
-        "lr: 1e-6\nsteps: 7\nrewards: [format]\nreward_weights: {format: 0.5}\nexport: false\nclip-high: null\n"
+        "lr: 1e-6\nsteps: 7\nrewards: [format]\nreward_weights: {format: 0.5}\nexport: false\nclip-high: null\nkl_place: null\n"
         "dataset_params: {min_terms: 2}\nactivation_checkpointing: true\nprompt_template: 'a: {b}'\n"
     )
     cfg = parse("--config", path, "--steps", "8")
@@ -285,6 +285,9 @@ RUNS |= {
 }
 
 
+SILENT = {
+    "silent": ["--algorithm", "grpo", "--rewards", "silent", "--weight-decay", "0.1"]
+}  # nothing is scored, no token trained on
 COMPARED = ["gdpo", "gspo", "reinforce_plus_plus", "ppo", "following", "stale"]  # on one process too
 
 
@@ -294,10 +297,10 @@ def many(tiny, alone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("many")
     found = {"folder": folder}
     argv = [str(a) for a in ("--model", tiny, *BASE, *MANY)]
-    result = launch(2, "train_worker.py", json.dumps({"runs": RUNS}), "--run-dir", folder / "2", *argv, timeout=240)
+    result = launch(2, "train_worker.py", json.dumps({"runs": RUNS | SILENT}), "--run-dir", folder / "2", *argv, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     train_worker.many_runs(alone, folder / "1", argv, {name: RUNS[name] for name in COMPARED})
-    for world, names in ((1, COMPARED), (2, RUNS)):
+    for world, names in ((1, COMPARED), (2, [*RUNS, *SILENT])):
         found[world] = {name: metrics_of(folder / str(world) / name) for name in names}
     return found
 
@@ -356,6 +359,13 @@ def test_reference_follows_and_the_engine_may_be_stale(many):
     fresh, stale = many[2]["stale"]
     assert fresh["rollout/logprob_diff"] < 1e-3 < 0.2 < stale["rollout/logprob_diff"]  # over the limit, on purpose
     assert stale["policy/ratio"] == 1 and stale["policy/mismatch_weight"] < 1 and stale["policy/mismatch_outside"] > 0
+
+
+def test_a_batch_without_a_token_is_counted_and_changes_nothing(many):
+    for metrics in many[2]["silent"]:
+        assert metrics["loss/empty_batches"] == 1 and metrics["reward/silent_abstained"] == 18
+        assert "optim/grad_norm" not in metrics and metrics["rollout/groups_without_signal"] == 1
+        assert "reward/silent_zero_std" not in metrics and metrics["rollout/response_tokens"] > 0
 
 
 def test_hooks_and_raw_rewards_are_used(many):

@@ -21,6 +21,7 @@ import train
 
 PROBE = SimpleNamespace(prompt_ids=[1, 9690, 198, 28120], response_ids=[520, 9531, 198, 905, 2], logprobs=[0.0] * 5, group=0)
 rw.REWARDS["length"] = lambda response, row: len(response) / 100
+rw.REWARDS["silent"] = lambda response, row: None
 rw.REWARDS["vowels"] = lambda response, row: None if not response else sum(response.count(v) for v in "aeiou") / len(response)
 
 
