@@ -427,6 +427,20 @@ def test_shadows_that_cannot_be_formed_are_left_out(alone):
         assert {n.split("_")[1] for n in meter.reduce() if "shadow" in n} == kept
 
 
+def test_shadows_have_no_kl(alone):
+    """REINFORCE++ with a KL in its reward is not the same as its own shadow, which has none."""
+    name, correlations = "reinforce_plus_plus", []
+    graded = (torch.tensor([[0.0], [1], [2], [3]]).double(), torch.ones(4, 1).bool(), [1.0], torch.zeros(4, dtype=torch.int64))
+    for penalty in (None, torch.tensor([[0.0, 2], [1, 0], [0, 3], [1, 1]]).double()):
+        rollout = adv.Rollout(adv.group_scores(name, *graded), torch.ones(4, 2).bool(), {0: 4}, penalty)
+        advantages, _ = adv.token_advantages(name, rollout, False, gamma=1.0)
+        meter = du.Meter()
+        cfg = dataclasses.replace(train.Config(), algorithm=name, shadow=(name,))
+        train.measure_advantages(cfg, graded, rollout, advantages, None, meter)
+        correlations.append(meter.reduce()[f"advantage/shadow_{name}_correlation"])
+    assert correlations[0] == pytest.approx(1) and correlations[1] < 0.99
+
+
 def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
