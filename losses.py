@@ -378,21 +378,22 @@ def log_ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor, mask: torch.T
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _clip_metrics(
-    ratio: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor, clip_low: float, clip_high: float
-) -> dict:
-    """Shares of tokens whose ratio is outside the clip range on the side where the clipped surrogate of PPO is flat."""
-    low = (ratio < 1 - clip_low) & (advantages < 0) & response_mask
-    high = (ratio > 1 + clip_high) & (advantages > 0) & response_mask
+def _clip_metrics(low: torch.Tensor, high: torch.Tensor, response_mask: torch.Tensor) -> dict:
+    """Shares of tokens that the lower and the upper end of the clip range hold, both [B, T] bool."""
     count = response_mask.sum()
-    return {"policy/clip_fraction_low": (low.sum(), count), "policy/clip_fraction_high": (high.sum(), count)}
+    return {
+        "policy/clip_fraction_low": ((low & response_mask).sum(), count),
+        "policy/clip_fraction_high": ((high & response_mask).sum(), count),
+    }
 
 
 def _clipped_surrogate(ratio, advantages, response_mask, clip_low, clip_high) -> tuple[torch.Tensor, dict]:
     advantages = torch.where(response_mask, advantages, 0.0)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     token_loss = torch.maximum(-ratio * advantages, -clipped * advantages)
-    return token_loss, _clip_metrics(ratio.detach(), advantages, response_mask, clip_low, clip_high)
+    low = (ratio < 1 - clip_low) & (advantages < 0)  # the surrogate is flat there
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    return token_loss, _clip_metrics(low, high, response_mask)
 
 
 def ppo(
@@ -479,12 +480,8 @@ def cispo(
     ratio = log_ratio(logprobs, old_logprobs, response_mask).exp().detach()
     advantages = torch.where(response_mask, advantages, 0.0)
     token_loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * torch.where(response_mask, logprobs, 0.0)
-    low, high, count = (ratio < 1 - clip_low), (ratio > 1 + clip_high), response_mask.sum()
-    metrics = {  # whatever the sign of A
-        "policy/clip_fraction_low": ((low & response_mask).sum(), count),
-        "policy/clip_fraction_high": ((high & response_mask).sum(), count),
-    }
-    return token_loss, metrics
+    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high  # whatever the sign of A
+    return token_loss, _clip_metrics(low, high, response_mask)
 
 
 def reinforce(

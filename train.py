@@ -934,7 +934,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
     """The run, in order."""
     run = set_up(cfg, ranks)
     sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, run.eos)
-    weights = rw.parse_weights(cfg.rewards, cfg.reward_weights)
+    weights = cfg.weights
     hook = du.run_together("loading the hook", rw.load_function, cfg.reward_hook) if cfg.reward_hook else None
     if cfg.eval_every:
         du.run_together("logging", run.log.step, 0, evaluate(run, 0))
