@@ -50,6 +50,7 @@ class Algorithm:
     value_clip: float = 0.2
     mismatch_low: float = 0.5
     mismatch_cap: float = 2.0
+    dynamic_sampling: bool = False  # groups without signal are replaced by further prompts
     # capabilities
     uses_reward_components: bool = False  # the group stage needs the K components, not their weighted sum
     min_group_size: int = 1  # smallest --samples-per-prompt for which the maths is defined
@@ -198,10 +199,16 @@ def group_scores(
     return torch.where(scored.any(1), scores, 0.0)
 
 
-def has_signal(scores: torch.Tensor, groups: torch.Tensor) -> dict[int, bool]:
-    """For each group of this rank: do its scores, as float32, differ at all? [N] float64, [N] int64."""
-    as_trained = scores.float()
-    return {int(g): bool(as_trained[groups == g].min() != as_trained[groups == g].max()) for g in groups.unique()}
+def has_signal(scores: torch.Tensor, groups: torch.Tensor, scored: torch.Tensor) -> dict[int, bool]:
+    """For each group of this rank: do its scores, as float32, differ at all? [N] float64, [N] int64, [N, K] bool.
+
+    Samples with nothing scored do not count; a group of them has no signal.
+    """
+    found = {}
+    for g in groups.unique():
+        own = scores[(groups == g) & scored.any(1)].float()
+        found[int(g)] = bool(len(own) and own.min() != own.max())
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- batch stage
@@ -398,17 +405,17 @@ def measure(
     meter.mean("reward/total", totals.sum(), len(totals))
     for k, name in enumerate(names):
         meter.mean(f"reward/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
-        meter.total(f"reward/{name}_abstained", (~scored[:, k]).sum())
+        meter.total(f"reward/{name}/abstained", (~scored[:, k]).sum())
         meter.mean(f"advantage/{name}_share", parts[:, k].abs().sum(), parts.abs().sum())
         for group in groups.unique():
             values = components[(groups == group) & scored[:, k], k]
             if len(values):  # of a group that it did not score nothing is known
-                meter.mean(f"reward/{name}_zero_std", float(values.min() == values.max()), 1)
+                meter.mean(f"reward/{name}/zero_std", float(values.min() == values.max()), 1)
     for (j, first), (k, second) in itertools.combinations(enumerate(names), 2):
         together = correlation(components[:, j], components[:, k], scored[:, j] & scored[:, k])
         if together is not None:
             meter.mean(f"reward/{first}_{second}_correlation", together, 1)
-    kept = has_signal(scores, groups).values()
+    kept = has_signal(scores, groups, scored).values()
     meter.mean("rollout/groups_without_signal", sum(not s for s in kept), len(kept))
     for group in groups.unique():
         meter.mean("advantage/distinct_per_group", len(scores[groups == group].float().unique()), 1)
@@ -642,6 +649,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         aggregation="token_mean",
         paper="arXiv 2503.14476",
         clip_high=0.28,
+        dynamic_sampling=True,
         min_group_size=2,
         forbids_reward_side_kl=True,
     ),

@@ -1,44 +1,108 @@
-"""Reward functions and the matrix of reward components that they fill.
+"""Reward functions, and the killable processes that run them.
 
-Public: `REWARDS`, `score`, `parse_weights`, `final_answer`, `numbers_in`, `gold_number`,
-`load_function`.
+Public: `REWARDS`, `Reward`, `resolve`, `component_names`, `parse_weights`, `Graders`, `Graded`, `load_function`, `pass_at_k`,
+and the built-in graders with what they read answers by (`final_answer`, `boxed`, `numbers_in`, `gold_number`).
 
-A reward function takes `(response, row)`: the response's text, cut before the end-of-sequence token, and the data set's row
-with `question`, `answer` and `scorer` besides its own columns; it returns a number, or None to abstain. N samples, K rewards.
+A reward function takes `(response, row)`: the response's text, cut before the end-of-sequence token, and the data set's row,
+with `question`, `answer`, `scorer`, `response_tokens` and `finish_reason` besides its own columns. It returns a number, None to
+abstain, or, where its `Reward` declares components, a mapping of them. N samples, K components.
+Graders' processes import this file and not torch, which is imported where it is needed: they start in a tenth of a second.
 Not here on purpose: weighting and normalising (advantages.py), and token ids: text is for graders and logs only.
 """
 
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
 import difflib
 import functools
+import importlib
 import importlib.util
+import inspect
+import json
 import math
 import numbers
+import os
+import pickle
 import re
+import resource
+import signal
+import socket
+import struct
+import subprocess
 import sys
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # a minus sign counts unless something stands before it that it subtracts from; commas only between groups of three digits
 NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
+@dataclass(frozen=True)
+class Reward:
+    """A reward function and what it is."""
+
+    function: Callable  # or async; or a class, made once with its settings, whose instances are called
+    batched: bool = False  # takes (responses, rows) of all samples of a rank, and returns one value for each
+    components: tuple[str, ...] = ()  # keys of the mapping that it returns; none: it returns a number
+    range: tuple[float, float] | None = None  # smallest and largest value that it may return
+    in_process: bool = False  # runs in the training process, without a deadline: for trusted models only
+    imports: tuple[str, ...] = ()  # modules that are loaded once, before its first call
+    place: str | None = None  # path.py:name of a user's own
+
+    @property
+    def is_async(self) -> bool:
+        """Whether all samples of a rank are awaited together."""
+        call = self.function.__call__ if inspect.isclass(self.function) else self.function
+        return not self.batched and inspect.iscoroutinefunction(call)
+
+
 # ---------------------------------------------------------------------------------------------- reading an answer
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{...} with balanced braces holds, None without one."""
+    for found in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        depth = 1
+        for end in range(found.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[found.end() : end].strip()
+    return None
+
+
+def _after_hash(text: str) -> str | None:
+    _, mark, said = text.rpartition("####")
+    return said.strip().split("\n")[0] if mark else None
+
+
+def _tagged(text: str) -> str | None:
+    tags = ANSWER_TAG.findall(text)
+    return tags[-1].strip() if tags else None
+
+
+def _marked(text: str) -> str | None:
+    """The last answer tag, else what follows the last `####`, else the last box, else None."""
+    return next((said for find in (_tagged, _after_hash, boxed) if (said := find(text)) is not None), None)
 
 
 def final_answer(response: str) -> str:
     """What a response says its answer is: the last answer tag, else what follows the last `####`, else the last
     \\boxed{...}, else the whole text. The whole response is searched, however much follows the answer."""
-    tags = ANSWER_TAG.findall(response)
-    if tags:
-        return tags[-1].strip()
-    if "####" in response:
-        return response.rpartition("####")[2].strip().split("\n")[0]
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
-    return boxed[-1].strip() if boxed else response.strip()
+    said = _marked(response)
+    return response.strip() if said is None else said
 
 
 def numbers_in(text: str) -> list[float]:
@@ -53,10 +117,10 @@ def gold_number(answer: object) -> float | None:
     return found[-1] if found and (mark or len(found) == 1) else None
 
 
-# ---------------------------------------------------------------------------------------------- reward functions
+ANSWER_PLACES = {"any": final_answer, "hash": _after_hash, "boxed": boxed, "tag": _tagged, "last": str}
 
 
-_warned: set[str] = set()  # tasks whose scorer has failed on an answer
+# ---------------------------------------------------------------------------------------------- built-in graders
 
 
 @functools.cache
@@ -66,69 +130,188 @@ def _reasoning_gym_scorer(task: str) -> Callable:
     return get_score_answer_fn(task)
 
 
-def correctness(response: str, row: Mapping) -> float | None:
-    """The data set's own score of the final answer, named by the row's `scorer`.
-
-    `rg:<task>`: reasoning-gym's scorer of that task, in [0, 1], on the answer tag's content (or the whole response without
-    one); an answer that this scorer cannot read scores 0, which is said once a task. `number`: 1 where the last number of
-    the final answer equals the target, else 0; abstains where the data set's answer is no single number.
-    """
+def reasoning_gym(response: str, row: Mapping) -> float | None:
+    """The scorer of the row's own reasoning-gym task, in [0, 1], on the final answer; abstains on other rows."""
     kind, _, task = row["scorer"].partition(":")
-    answer = final_answer(response)
-    if kind == "rg":
-        try:
-            return _reasoning_gym_scorer(task)(answer=answer, entry=row)
-        except Exception as e:
-            if task not in _warned:
-                _warned.add(task)
-                print(f"reward correctness: rg:{task} cannot read {answer[:80]!r} ({e!r}): 0; said once", file=sys.stderr)
-            return 0.0
-    gold, said = gold_number(row["answer"]), numbers_in(answer)
+    return _reasoning_gym_scorer(task)(answer=final_answer(response), entry=row) if kind == "rg" else None
+
+
+def gsm8k(response: str, row: Mapping, *, answer_in: str = "any") -> float | None:
+    """1 where the last number of the answer equals the row's, within 1e-6, else 0; abstains where the row's is no one number.
+
+    answer_in: where the answer stands. hash: the line after the last `####`; boxed: the last \\boxed{}; tag: the last
+    <answer></answer>; last: the whole text, so its last number; any: tag, else hash, else boxed, else last. It counts however
+    much text follows.
+    """
+    gold, said = gold_number(row["answer"]), ANSWER_PLACES[answer_in](response)
     if gold is None:
         return None
-    return float(bool(said) and math.isclose(said[-1], gold, rel_tol=0, abs_tol=1e-6))
+    found = numbers_in(said or "")
+    return float(bool(found) and math.isclose(found[-1], gold, rel_tol=0, abs_tol=1e-6))
 
 
-def format_tag(response: str, row: Mapping) -> float:
-    """1 where the response holds exactly one <answer>...</answer> that is not empty and no stray tag, else 0."""
-    tags = ANSWER_TAG.findall(response)
-    whole = response.count("<answer>") == 1 and response.count("</answer>") == 1
-    return float(whole and len(tags) == 1 and bool(tags[0].strip()))
+def correctness(response: str, row: Mapping, *, answer_in: str = "any") -> float | None:
+    """The data set's own score: `rg` for rows of a reasoning-gym task, else `gsm8k`."""
+    if row["scorer"].startswith("rg:"):
+        return reasoning_gym(response, row)
+    return gsm8k(response, row, answer_in=answer_in)
 
 
-# ---------------------------------------------------------------------------------------------- the matrix
+def math_answer(response: str, row: Mapping) -> float | None:
+    """1 where math-verify finds the answer equal to the row's, as LaTeX or as an expression, else 0.
 
-
-def _component(name: str, value: object) -> tuple[float, bool]:
-    """(value as float64, whether it was scored), checked. Errors: ValueError naming the function and what it returned."""
-    if value is None:
-        return 0.0, False
-    if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool_", "bool"):
-        raise ValueError(f"reward {name!r} returned {value!r} of type {type(value).__name__}; expected a number or None")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"reward {name!r} returned {number}, which is not finite")
-    if abs(number) > FLOAT32_MAX:
-        raise ValueError(f"reward {name!r} returned {number:g}, beyond float32")
-    return number, True
-
-
-def score(names: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every reward function on every sample: components [N, K] float64 and scored [N, K] bool (False: it abstained).
-
-    Errors: ValueError for a result that is no finite number within float32; whatever a reward function raises.
+    The answer is an answer tag's or a line after `####`, else what math-verify extracts (a box, or the last expression).
+    Abstains where the row's answer cannot be read. math-verify's own time limits are off: they do not work in threads and do
+    not stop long arithmetic; the grader's deadline does.
     """
-    components = torch.zeros(len(responses), len(names), dtype=torch.float64)
-    scored = torch.zeros(len(responses), len(names), dtype=torch.bool)
-    for k, name in enumerate(names):
-        for i, (response, row) in enumerate(zip(responses, rows, strict=True)):
-            value, counts = _component(name, REWARDS[name](response, row))
-            components[i, k], scored[i, k] = value, counts
-    return components, scored
+    from math_verify import parse, verify
+
+    def read(text: str) -> list:
+        said = _tagged(text)
+        said = _after_hash(text) if said is None else said
+        return parse(text if said is None else f"\\boxed{{{said}}}", parsing_timeout=None)
+
+    answer = str(row["answer"])
+    gold = read(answer if _marked(answer) is not None or "$" in answer else f"<answer>{answer}</answer>")
+    return float(verify(gold, read(response), timeout_seconds=None)) if gold else None
 
 
-def load_function(place: str, flag: str = "--reward-hook") -> Callable:
-    """The function at `path.py:name`; the file is run. Errors: ValueError naming `flag`, the file and what is wrong."""
+def multiple_choice(response: str, row: Mapping) -> float | None:
+    """1 where the chosen label is the row's, else 0; abstains where the row's answer is none of its choices.
+
+    Choices are the row's `choices` or `options` (a list, or {"text": [...], "label": [...]}), labelled A, B, ... unless it says
+    otherwise. The response's label stands in an answer tag, after `####` or in a box, else after the last "answer is" or
+    "answer:", else is the whole response.
+    """
+    choices = row.get("choices", row.get("options")) or []
+    texts = choices["text"] if isinstance(choices, Mapping) else choices
+    labels = [str(c) for c in choices["label"]] if isinstance(choices, Mapping) else list("ABCDEFGHIJ")[: len(texts) or None]
+    answer, gold = row["answer"], None
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+        gold = labels[answer]
+    elif str(answer).strip(" ().:") in labels:
+        gold = str(answer).strip(" ().:")
+    elif answer in texts:
+        gold = labels[list(texts).index(answer)]
+    if gold is None:
+        return None
+    said, label = _marked(response), "|".join(map(re.escape, labels))
+    if said is None:
+        named = re.findall(rf"answer(?:\s+is|\s*:)\s*\(?({label})(?!\w)", response, re.IGNORECASE)
+        said = named[-1] if named else response
+    match = re.fullmatch(rf"\W*({label})(?!\w)(?:[).:\s].*)?", said.strip(), re.DOTALL | re.IGNORECASE)
+    return float(match is not None and match[1].upper() == gold.upper())
+
+
+def exact_match(response: str, row: Mapping) -> float:
+    """1 where the final answers of response and row are the same text, white space apart, else 0."""
+    said, gold = (" ".join(final_answer(str(text)).split()) for text in (response, row["answer"]))
+    return float(said == gold)
+
+
+def tag_format(response: str, row: Mapping, *, format_tags: Sequence[str] = ("answer",)) -> float:
+    """1 where each tag opens and closes exactly once, in the order given, around something, else 0."""
+    position = 0
+    for tag in format_tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        start = response.find(opening, position)
+        end = response.find(closing, start)
+        once = response.count(opening) == response.count(closing) == 1
+        if not once or start < 0 or end < 0 or not response[start + len(opening) : end].strip():
+            return 0.0
+        position = end + len(closing)
+    return 1.0
+
+
+def length(response: str, row: Mapping, *, max_response_tokens: int) -> float:
+    """1 - response tokens / --max-response-tokens: the shorter, the better."""
+    return 1 - row["response_tokens"] / max_response_tokens
+
+
+def overlong(response: str, row: Mapping, *, max_response_tokens: int, overlong_buffer: int | None = None) -> float:
+    """DAPO's soft penalty (arXiv 2503.14476, eq. 13): 0 up to max - buffer tokens, then linear down to -1 at max.
+
+    overlong_buffer: tokens; by default a fifth of --max-response-tokens.
+    """
+    buffer = overlong_buffer or max(max_response_tokens // 5, 1)
+    return min(0.0, (max_response_tokens - buffer - row["response_tokens"]) / buffer)
+
+
+def repetition(response: str, row: Mapping, *, repetition_ngram: int = 3) -> float:
+    """Distinct / all n-grams of words - 1: 0 where nothing repeats, towards -1; 0 for texts shorter than one n-gram."""
+    words = response.split()
+    grams = [tuple(words[i : i + repetition_ngram]) for i in range(len(words) - repetition_ngram + 1)]
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+
+def truncated(response: str, row: Mapping) -> float:
+    """-1 for a response that was cut at the limit, else 0."""
+    return -float(row["finish_reason"] == "length")
+
+
+class RewardModel:
+    """The score of a sequence-classification model of transformers with one label, on the device of the rank.
+
+    It reads the question and the response through its own chat template, or as two paragraphs where it has none. Abstains
+    on texts beyond its positions. Errors: ValueError where the model does not have exactly one label.
+    """
+
+    batch = 16  # texts of a forward pass
+
+    def __init__(self, *, reward_model: str):
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.torch = torch
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = AutoTokenizer.from_pretrained(reward_model)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            reward_model, dtype="auto", output_loading_info=True
+        )
+        if model.config.num_labels != 1 or loading["missing_keys"]:
+            said = f"{model.config.num_labels} labels and untrained {sorted(loading['missing_keys'])}"
+            raise ValueError(f"--reward-model {reward_model}: has {said}; expected a trained head with one label")
+        self.model = model.to(self.device).eval()
+        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    def ids(self, response: str, row: Mapping) -> list[int]:
+        """Token ids of one text."""
+        question = row["question"]
+        turns = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
+        turns = [*turns, {"role": "assistant", "content": response}]
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer("\n\n".join(t["content"] for t in turns))["input_ids"]
+        return self.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+
+    def __call__(self, responses: Sequence[str], rows: Sequence[Mapping]) -> list[float | None]:
+        """The model's score of each response; None where the text is longer than its positions."""
+        torch, scores = self.torch, [None] * len(responses)
+        texts = [self.ids(response, row) for response, row in zip(responses, rows, strict=True)]
+        fits = [i for i, ids in enumerate(texts) if self.limit is None or len(ids) <= self.limit]
+        fits.sort(key=lambda i: len(texts[i]))  # texts of one length together: little padding
+        pad = self.model.config.get_text_config().pad_token_id
+        for part in (fits[i : i + self.batch] for i in range(0, len(fits), self.batch)):
+            if pad is None:  # the head finds a text's end by its padding
+                groups = [[i] for i in part]
+            else:
+                groups = [part]
+            for group in groups:
+                width = max(len(texts[i]) for i in group)
+                ids = torch.tensor([texts[i] + [pad or 0] * (width - len(texts[i])) for i in group], device=self.device)
+                mask = torch.tensor([[1] * len(texts[i]) + [0] * (width - len(texts[i])) for i in group], device=self.device)
+                with torch.no_grad():
+                    found = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
+                for i, value in zip(group, found, strict=True):
+                    scores[i] = value
+        return scores
+
+
+# ---------------------------------------------------------------------------------------------- a run's rewards
+
+
+@functools.cache
+def load_function(place: str, flag: str = "--reward-hook") -> Callable | Reward:
+    """The function, class or Reward at `path.py:name`; the file is run, once. Errors: ValueError naming `flag` and the file."""
     path, _, name = place.rpartition(":")
     if not path.endswith(".py") or not name:
         raise ValueError(f"{flag} {place}: expected path.py:function")
@@ -140,24 +323,47 @@ def load_function(place: str, flag: str = "--reward-hook") -> Callable:
     except (Exception, SystemExit) as e:
         raise ValueError(f"{flag} {place}: running {path} (seen from {Path.cwd()}) gave {type(e).__name__}: {e}") from e
     found = getattr(module, name, None)
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Reward):
         functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise ValueError(f"{flag} {place}: {path} has no function {name}; it has {', '.join(functions) or 'none'}")
     return found
 
 
-def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
-    """`name=weight` texts to one weight a reward, in the order of `names`; a reward that is not named has weight 1.
+def resolve(asked: Sequence[str], flag: str = "--rewards") -> dict[str, Reward]:
+    """Names of REWARDS and places `path.py:function` to rewards by name; a user's own is called as its function is.
 
-    Errors: ValueError for an unknown reward, an unreadable, non-finite or too large weight, or when all are zero as float32.
+    Errors: ValueError for an unknown name (with the known ones), an unreadable file, or two of one name.
     """
-    unknown = [n for n in names if n not in REWARDS]
-    if unknown:
-        near = [m for n in unknown for m in difflib.get_close_matches(n, REWARDS, n=1)]
-        hint = f" (did you mean {', '.join(near)}?)" if near else ""
-        raise ValueError(f"--rewards {' '.join(unknown)}: unknown{hint}; there are {', '.join(REWARDS)}")
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"--rewards {' '.join(names)}: name at least one reward, each once")
+    found: dict[str, Reward] = {}
+    for text in asked:
+        if ":" in text:
+            own = load_function(text, flag)
+            own = own if isinstance(own, Reward) else Reward(own)
+            name, reward = text.rpartition(":")[2], Reward(**{**vars(own), "place": text})
+        elif text in REWARDS:
+            name, reward = text, REWARDS[text]
+        else:
+            near = difflib.get_close_matches(text, REWARDS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"{flag} {text}: unknown{hint}; there are {', '.join(REWARDS)}, or path.py:function")
+        if name in found:
+            raise ValueError(f"{flag} {' '.join(asked)}: two are called {name}; name each once")
+        found[name] = reward
+    if not found:
+        raise ValueError(f"{flag}: name at least one reward")
+    return found
+
+
+def component_names(rewards: Mapping[str, Reward]) -> tuple[str, ...]:
+    """K names, as they are logged and weighed: the reward's own, or reward.component where it declares components."""
+    return tuple(n for name, r in rewards.items() for n in ([f"{name}.{c}" for c in r.components] or [name]))
+
+
+def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
+    """`name=weight` texts to one weight a component, in the order of `names`; one that is not named has weight 1.
+
+    Errors: ValueError for an unknown name, an unreadable, non-finite or too large weight, or when all are zero as float32.
+    """
     parsed = dict.fromkeys(names, 1.0)
     for text in weights:
         name, equals, number = text.partition("=")
@@ -169,9 +375,477 @@ def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
             raise ValueError(f"--reward-weights {text}: {number!r} is not a number") from None
         if not abs(parsed[name]) <= FLOAT32_MAX:
             raise ValueError(f"--reward-weights {text}: the weight must be finite and fit float32")
-    if not torch.tensor(list(parsed.values()), dtype=torch.float32).any():
+    if not any(struct.unpack("f", struct.pack("f", w))[0] for w in parsed.values()):
         raise ValueError(f"--reward-weights {' '.join(weights)}: all weights are zero as float32, so nothing is rewarded")
     return list(parsed.values())
 
 
-REWARDS: dict[str, Callable[[str, Mapping], float | None]] = {"correctness": correctness, "format": format_tag}
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that one of k draws, without replacement, of n samples passes where c do.
+
+    Unbiased (Chen et al., arXiv 2107.03374, eq. 1). Errors: ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples with {num_passed} that pass: expected 1 <= k <= n, 0 <= c <= n")
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+# ---------------------------------------------------------------------------------------------- checked calls
+
+
+class BadValue(ValueError):
+    """A reward function returned something that is no reward: a fault of the function, not of the response."""
+
+
+def _number(name: str, value: object, bounds: tuple[float, float] | None) -> float | None:
+    """A checked float64, None where it abstained. Errors: BadValue naming the function and what it returned."""
+    if getattr(value, "shape", None) == ():  # a tensor or array of one number
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        raise BadValue(f"reward {name} returned {value!r:.200} of type {type(value).__name__}; expected a number or None")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf * (1 if value > 0 else -1)
+    if math.isnan(number) or (math.isinf(number) and isinstance(value, float)):
+        raise BadValue(f"reward {name} returned {number}, which is not finite; expected a finite number or None")
+    if abs(number) > FLOAT32_MAX:
+        raise BadValue(f"reward {name} returned {number:g}, beyond float32; expected at most {FLOAT32_MAX:g}")
+    if bounds is not None and not bounds[0] <= number <= bounds[1]:
+        raise BadValue(f"reward {name} returned {number:g}, outside the range {bounds[0]:g} to {bounds[1]:g} that it declares")
+    return number
+
+
+def read_value(name: str, reward: Reward, returned: object) -> list[float | None]:
+    """One sample's components out of what a reward function returned. Errors: BadValue."""
+    if not reward.components:
+        if isinstance(returned, Mapping):
+            said = f"declare Reward(function, components={tuple(returned)!r:.100})"
+            raise BadValue(f"reward {name} returned a mapping, and declares no components: {said}")
+        return [_number(name, returned, reward.range)]
+    if returned is None:
+        return [None] * len(reward.components)
+    if not isinstance(returned, Mapping) or set(returned) != set(reward.components):
+        got = f"{list(returned)!r:.200}" if isinstance(returned, Mapping) else f"{returned!r:.200}"
+        raise BadValue(f"reward {name} returned {got}; expected a mapping of {', '.join(reward.components)}")
+    return [_number(f"{name}.{c}", returned[c], reward.range) for c in reward.components]
+
+
+def read_batch(name: str, reward: Reward, returned: object, count: int) -> list[list[float | None]]:
+    """`count` samples' components out of a batched function's list, tuple, array or tensor (N,). Errors: BadValue."""
+    shape = getattr(returned, "shape", None)
+    if shape is not None:
+        if tuple(shape) != (count,):
+            raise BadValue(
+                f"reward {name} returned an array of shape {tuple(shape)}; expected ({count},), one value a response"
+            )
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        got = f"{returned!r:.200} of type {type(returned).__name__}"
+        raise BadValue(f"reward {name} returned {got}; expected a list of {count} values, one a response")
+    if len(returned) != count:
+        raise BadValue(f"reward {name} returned {len(returned)} values; expected {count}, one a response")
+    return [read_value(name, reward, value) for value in returned]
+
+
+def _call(name: str, reward: Reward, function: Callable, responses: list, rows: list, timeout: float) -> list[dict]:
+    """Outcomes of one call, a sample each: {"values": [...]}, or {"timeout": text}, or {"error": text}. Errors: BadValue."""
+
+    def said(e: BaseException) -> dict:
+        return {"error": f"{type(e).__name__}: {e}"[:500]}
+
+    async def one(response: str, row: Mapping) -> dict:
+        try:
+            return {"returned": await asyncio.wait_for(function(response, row), timeout)}
+        except TimeoutError:
+            return {"timeout": f"no value within {timeout:g} s"}
+        except BaseException as e:
+            return said(e)
+
+    async def together() -> list[dict]:
+        return await asyncio.gather(*map(one, responses, rows))
+
+    if reward.is_async:
+        found = asyncio.run(together())
+        return [{"values": read_value(name, reward, f["returned"])} if "returned" in f else f for f in found]
+    try:
+        returned = function(responses, rows) if reward.batched else function(responses[0], rows[0])
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+    except BaseException as e:
+        if reward.in_process:
+            raise
+        return [said(e)] * len(responses)
+    values = read_batch(name, reward, returned, len(rows)) if reward.batched else [read_value(name, reward, returned)]
+    return [{"values": v} for v in values]
+
+
+def _bind(reward: Reward, settings: Mapping[str, Any]) -> Callable:
+    """What is called: the function with its settings, or the instance that a class makes of them."""
+    return reward.function(**settings) if inspect.isclass(reward.function) else functools.partial(reward.function, **settings)
+
+
+# ---------------------------------------------------------------------------------------------- the graders' processes
+
+# A host process, started clean (no torch, no threads), loads the reward functions and forks workers: a worker costs a few
+# milliseconds and shares the host's imports. Each has a socket of its own to the training process, so none can break another's.
+# A worker leads its own session; the host is the reaper of whatever a grader leaves behind, and ends it.
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _end_orphans(workers: set[int]) -> None:
+    """In the host: kill every child that is not a worker, and whatever comes up from below it."""
+    import psutil
+
+    while orphans := [p.pid for p in psutil.Process().children() if p.pid not in workers]:
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _end_worker(pid: int) -> int:
+    """In the host: kill a worker with its process group; how it ended: an exit code, or minus a signal."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def serve(control_fd: int) -> None:
+    """The host: read what to load from stdin, then start and end workers as the training process says, until it is gone."""
+    setup = pickle.load(sys.stdin.buffer)
+    sys.path[:] = setup["path"]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    control, workers = socket.socket(fileno=control_fd), set()
+    try:
+        calls = {}
+        for name, (place, packed, settings) in setup["rewards"].items():
+            reward = load_function(place, "--rewards") if place else pickle.loads(packed)
+            reward = reward if isinstance(reward, Reward) else Reward(reward)
+            for module in reward.imports:
+                importlib.import_module(module)
+            calls[name] = (reward, _bind(reward, settings))
+    except BaseException as e:
+        control.send(json.dumps(f"reward {name}: {type(e).__name__}: {e}"[:2000]).encode())
+        return
+    control.send(b"null")
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, 64, 1)
+        if descriptors:
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                _work(descriptors[0], calls, setup["timeout"], setup["memory"])
+            os.close(descriptors[0])
+            workers.add(pid)
+            control.send(str(pid).encode())
+        elif message == b"sweep":
+            _end_orphans(workers)
+            control.send(b"0")
+        elif message:
+            workers.discard(int(message))
+            how = _end_worker(int(message))
+            _end_orphans(workers)
+            control.send(str(how).encode())
+        else:
+            break  # the training process is gone
+    for pid in workers:
+        _end_worker(pid)
+    _end_orphans(set())
+
+
+def _work(descriptor: int, calls: Mapping, timeout: float, memory: int) -> None:
+    """A worker: one call after another, until the socket closes. What a grader prints goes nowhere. Never returns."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # where memory runs out all the same, a grader goes first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        channel, me, here, threads = Connection(descriptor), os.getpid(), os.getcwd(), threading.active_count()
+        while True:
+            name, responses, rows = channel.recv()
+            try:
+                outcomes = _call(name, *calls[name], responses, rows, timeout)
+            except BadValue as e:
+                outcomes = str(e)
+            if os.getpid() != me:
+                os._exit(0)  # a grader forked, and both of them came back
+            spoiled = _has_children() or threading.active_count() > threads or os.getcwd() != here
+            channel.send_bytes(json.dumps([outcomes, spoiled]).encode())
+    finally:
+        os._exit(0)
+
+
+def _has_children() -> bool:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------- grading
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Every component of every sample."""
+
+    names: tuple[str, ...]  # K
+    components: torch.Tensor  # [N, K] float64, 0 where nothing was scored
+    scored: torch.Tensor  # [N, K] bool; False: it abstained, or failed and abstains therefore
+    failures: dict[str, Counter]  # reward -> how many samples: "timeout", "error"
+
+
+@dataclass
+class _Worker:
+    pid: int
+    channel: Connection
+    task: tuple[str, list[int]] | None = None
+    deadline: float = math.inf
+
+
+FAILURES = ("abstain", "zero", "stop")
+
+
+class Graders:
+    """The reward functions of a run, each call in a killable process with a deadline.
+
+    Isolation is from accidents: a grader that hangs, forks, prints, exits, eats memory or raises costs its own call. It is no
+    sandbox: graders run as the user does and see the user's files.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        timeout: float = 10.0,
+        workers: int = 4,
+        memory_gib: float = 4.0,
+        failure: str = "abstain",
+    ):
+        """settings: keyword arguments by reward; timeout: seconds of a call; failure: what a failed call gives, FAILURES.
+
+        Errors: what the class of an in-process reward raises.
+        """
+        self.rewards, self.settings, self.timeout, self.failure = dict(rewards), settings or {}, timeout, failure
+        self.num_workers, self.memory = workers, int(memory_gib * 2**30)
+        self.workers: list[_Worker] = []
+        self.host: subprocess.Popen | None = None
+        self.own = {n: _bind(r, self.settings.get(n, {})) for n, r in self.rewards.items() if r.in_process}
+        self.is_ready = len(self.own) == len(self.rewards)
+        if not self.is_ready:
+            self._start_host()
+
+    def __enter__(self) -> Graders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_host(self) -> None:
+        import cloudpickle  # functions of a fork's own script, which no other process can import
+
+        packed = {}
+        for name, reward in self.rewards.items():
+            if not reward.in_process:
+                packed[name] = (reward.place, None if reward.place else cloudpickle.dumps(reward), self.settings.get(name, {}))
+        setup = {"path": sys.path, "rewards": packed, "timeout": self.timeout, "memory": self.memory}
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        run = "import sys; sys.path.insert(0, sys.argv[1]); import rewards; rewards.serve(int(sys.argv[2]))"
+        command = [sys.executable, "-c", run, str(Path(__file__).resolve().parent), str(theirs.fileno())]
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.host = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True, env={**os.environ, **one_thread}
+        )
+        theirs.close()
+        self.is_ready = False
+        with contextlib.suppress(BrokenPipeError):
+            self.host.stdin.write(cloudpickle.dumps(setup))
+            self.host.stdin.close()
+
+    def check(self) -> None:
+        """Wait until the host has loaded every function. Errors: RuntimeError naming the reward that does not load."""
+        if not self.is_ready:
+            answer = self.control.recv(4096)
+            problem = json.loads(answer) if answer else f"their host ended with {self.host.wait()}"
+            if problem is not None:
+                raise RuntimeError(f"the graders did not start: {problem}")
+            self.is_ready = True
+
+    def close(self) -> None:
+        """End every worker and the host."""
+        if self.host is not None:
+            for worker in self.workers:
+                worker.channel.close()
+            self.control.close()
+            self.host.wait()
+            self.workers, self.host = [], None
+
+    def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> int | None:
+        """The host's answer to one message; None where the host is gone (a grader may have killed it)."""
+        try:
+            socket.send_fds(self.control, [message], descriptors)
+            answer = self.control.recv(64)
+        except OSError:
+            answer = b""
+        return int(answer) if answer else None
+
+    def _start_worker(self) -> _Worker:
+        for _ in range(2):
+            self.check()
+            ours, theirs = socket.socketpair()
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # half a message, or one that is not read, ends in an error
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 10, 0))
+            pid = self._ask(b"start", [theirs.fileno()])
+            theirs.close()
+            if pid is not None:
+                self.workers.append(_Worker(pid, Connection(ours.detach())))
+                return self.workers[-1]
+            ours.close()
+            self._lose_host()
+        raise RuntimeError("the graders' host does not start")
+
+    def _lose_host(self) -> None:
+        """The host was killed, and its workers with it: start another."""
+        self.host.kill()
+        self.close()
+        self._start_host()
+
+    def _retire(self, worker: _Worker) -> str:
+        """End a worker; how it had ended, in words."""
+        self.workers.remove(worker)
+        worker.channel.close()
+        how = self._ask(str(worker.pid).encode())
+        return "" if how is None else f"signal {-how}" if how < 0 else f"exit code {how}"
+
+    def _answer(self, worker: _Worker) -> list[dict] | str | None:
+        """What a worker sends, None where it has died."""
+        try:
+            outcomes, spoiled = json.loads(worker.channel.recv_bytes(2**26))
+        except (EOFError, OSError, ValueError, TypeError):
+            return None
+        worker.task, worker.deadline = None, math.inf
+        if spoiled:
+            self._retire(worker)
+        return outcomes
+
+    def _run(self, tasks: deque, found: dict[str, list], responses: Sequence[str], rows: Sequence[Mapping]) -> None:
+        """Every (reward, indices of samples) of `tasks` in some worker; fills in found[reward][index]."""
+
+        def fill(task: tuple[str, list[int]], outcomes: list[dict]) -> None:
+            for i, outcome in zip(task[1], outcomes, strict=True):
+                found[task[0]][i] = outcome
+
+        def lost(task: tuple[str, list[int]], outcome: dict) -> None:
+            name, indices = task
+            if len(indices) > 1 and not self.rewards[name].batched:  # one of them is at fault: each alone
+                tasks.extend((name, [i]) for i in indices)
+            else:
+                fill(task, [outcome] * len(indices))
+
+        while tasks or any(w.task for w in self.workers):
+            idle = [w for w in self.workers if w.task is None]
+            while tasks and (idle or len(self.workers) < self.num_workers):
+                worker = idle.pop() if idle else self._start_worker()
+                worker.task = task = tasks.popleft()
+                grace = 2.0 if self.rewards[task[0]].is_async else 0.0  # it keeps a sample's deadline itself
+                worker.deadline = time.monotonic() + self.timeout + grace
+                try:
+                    worker.channel.send((task[0], [responses[i] for i in task[1]], [rows[i] for i in task[1]]))
+                except OSError:
+                    pass  # it has died: seen below as the end of its channel
+            busy = [w for w in self.workers if w.task]
+            patience = max(0.0, min(w.deadline for w in busy) - time.monotonic())
+            for channel in wait([w.channel for w in busy], timeout=patience):
+                worker = next(w for w in busy if w.channel is channel)
+                task, answer = worker.task, self._answer(worker)
+                if isinstance(answer, str):
+                    raise BadValue(answer)
+                if answer is None:
+                    lost(task, {"error": f"its process ended ({self._retire(worker) or 'with the host'})"})
+                else:
+                    fill(task, answer)
+            for worker in [w for w in self.workers if w.deadline <= time.monotonic()]:
+                lost(worker.task, {"timeout": f"no value within {self.timeout:g} s"})
+                self._retire(worker)
+
+    def score(self, names: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping]) -> Graded:
+        """Every component of the rewards `names` on every sample.
+
+        Errors: BadValue (a ValueError) for a value of the wrong count, type or size; RuntimeError where a grader failed and
+        failures stop the run.
+        """
+        import torch
+
+        count, tasks = len(responses), deque()
+        found: dict[str, list] = {name: [None] * count for name in names}
+        for name in names if count else ():
+            reward = self.rewards[name]
+            if reward.in_process:
+                parts = [range(count)] if reward.batched else [[i] for i in range(count)]
+                call = (name, reward, self.own[name])
+                found[name] = [
+                    outcome
+                    for part in parts
+                    for outcome in _call(*call, [responses[i] for i in part], [rows[i] for i in part], self.timeout)
+                ]
+            elif reward.batched or reward.is_async:
+                tasks.append((name, list(range(count))))
+            else:
+                tasks.extend((name, [i]) for i in range(count))
+        try:
+            if tasks:
+                self._run(tasks, found, responses, rows)
+        finally:
+            for worker in [w for w in self.workers if w.task]:
+                self._retire(worker)  # a call that nobody waits for
+            if self.host is not None and self.workers and self._ask(b"sweep") is None:
+                self._lose_host()
+        failures = {name: self._failures(name, found[name]) for name in names}
+        spare = 0.0 if self.failure == "zero" else None
+        width = {name: len(self.rewards[name].components) or 1 for name in names}
+        values = [[v for n in names for v in found[n][i].get("values", [spare] * width[n])] for i in range(count)]
+        columns = component_names({n: self.rewards[n] for n in names})
+        scored = torch.tensor([[v is not None for v in row] for row in values], dtype=torch.bool)
+        components = torch.tensor([[v or 0.0 for v in row] for row in values], dtype=torch.float64)
+        shape = (count, len(columns))
+        return Graded(columns, components.reshape(shape), scored.reshape(shape), failures)
+
+    def _failures(self, name: str, outcomes: list[dict]) -> Counter:
+        """How many samples of one reward failed, and how; said, and by --grader-failure stop an error."""
+        failed = [(i, kind, o[kind]) for i, o in enumerate(outcomes) for kind in ("timeout", "error") if kind in o]
+        if failed:
+            i, _, first = failed[0]
+            said = f"reward {name} failed on {len(failed)} of {len(outcomes)} samples; the first, sample {i}: {first!r:.400}"
+            if self.failure == "stop":
+                raise RuntimeError(said)
+            print(said, file=sys.stderr, flush=True)
+        return Counter(kind for _, kind, _ in failed)
+
+
+REWARDS: dict[str, Reward] = {
+    "correctness": Reward(correctness, range=(0, 1), imports=("reasoning_gym",)),
+    "gsm8k": Reward(gsm8k, range=(0, 1)),
+    "rg": Reward(reasoning_gym, range=(0, 1), imports=("reasoning_gym",)),
+    "math": Reward(math_answer, range=(0, 1), imports=("math_verify",)),
+    "multiple_choice": Reward(multiple_choice, range=(0, 1)),
+    "exact_match": Reward(exact_match, range=(0, 1)),
+    "format": Reward(tag_format, range=(0, 1)),
+    "length": Reward(length, range=(0, 1)),
+    "overlong": Reward(overlong, range=(-1, 0)),
+    "repetition": Reward(repetition, range=(-1, 0)),
+    "truncated": Reward(truncated, range=(-1, 0)),
+    "reward_model": Reward(RewardModel, batched=True, in_process=True),
+}

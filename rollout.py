@@ -1,16 +1,18 @@
 """From rows to samples: data sets, chat prompts, the two engines, seeds, and the order in which rows are visited.
 
 Public: `load_rows`, `Prompts`, `build_prompts`, `PromptOrder`, `Sample`, `Sampling`, `VLLMEngine`, `HFEngine`, `ENGINES`,
-`sample_groups`, `trained_tokens`, `measure_samples`, `write_samples`, `seed_for`, `eos_token_ids`.
+`sample_groups`, `grade`, `Scored`, `judge`, `owners`, `optimizer_batches`, `trained_tokens`, `measure_samples`,
+`write_samples`, `seed_for`, `eos_token_ids`.
 
 Token ids from the engine are what is trained on; text exists for graders and logs. An engine is told every sampling
 parameter and takes none from the model's generation_config, whose EOS ids are honoured, all of them.
-Not here on purpose: grading, advantages. Collectives are called by `write_samples` alone.
+Not here on purpose: reward functions, advantages. Collectives are called by `write_samples` alone.
 """
 
 import hashlib
 import json
 import os
+import re
 import string
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +24,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from advantages import has_signal, weighted_sum
 from dist_utils import Meter, gather_objects, is_first_rank, run_together
+from rewards import Graded, Graders
 
 # ---------------------------------------------------------------------------------------------- rows
 
@@ -258,42 +262,73 @@ def build_prompts(
     return Prompts(kept_rows, kept_ids, places, num_null, len(too_long), too_long[0] if too_long else None, num_held_out)
 
 
-def load_data(cfg: Any, model_path: str) -> tuple:
-    """(tokenizer, EOS ids, training prompts, held-out prompts or None)."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+def prompt_format(cfg: Any) -> PromptFormat:
+    """How the configuration makes messages of a row."""
+    return PromptFormat(cfg.system_prompt, cfg.prompt_template, read_few_shot(cfg.few_shot) if cfg.few_shot else ())
+
+
+def load_tokenizer(cfg: Any, model_path: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Errors: ValueError where prompts and responses may not fit the model's positions."""
     limit = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", None)
-    asked = cfg.max_prompt_tokens + cfg.max_response_tokens
+    longest = max(cfg.max_response_tokens, cfg.eval_response_tokens)
+    asked = cfg.max_prompt_tokens + longest
     if limit is not None and asked > limit:
         raise ValueError(
-            f"--max-prompt-tokens {cfg.max_prompt_tokens} + --max-response-tokens {cfg.max_response_tokens} = {asked}: "
-            f"the model has {limit} positions; lower one of them"
+            f"--max-prompt-tokens {cfg.max_prompt_tokens} + the longest response {longest} = {asked}: the model has {limit} "
+            "positions; lower one of them"
         )
-    few_shot = read_few_shot(cfg.few_shot) if cfg.few_shot else ()
-    fmt = PromptFormat(cfg.system_prompt, cfg.prompt_template, few_shot)
-    described = {"config": cfg.dataset_config, "prompt_column": cfg.prompt_column, "answer_column": cfg.answer_column}
-    name = cfg.eval_dataset or cfg.dataset
-    is_task, is_file = name.startswith("rg:"), Path(name).expanduser().is_file()
-    held_out = None
-    if cfg.eval_every or is_task:  # held-out rows of a task stay out of training also in a run without evaluation
-        if is_file and Path(name).expanduser().resolve() == Path(cfg.dataset).expanduser().resolve():
-            raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {name} is one file; name --eval-dataset too")
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def _columns(cfg: Any) -> dict[str, str | None]:
+    return {"config": cfg.dataset_config, "prompt_column": cfg.prompt_column, "answer_column": cfg.answer_column}
+
+
+def eval_sets(cfg: Any) -> dict[str, str]:
+    """Held-out data sets by label: `label=place`, or the last part of it. Errors: ValueError for unfit or equal labels."""
+    found: dict[str, str] = {}
+    for text in cfg.eval_datasets or (cfg.dataset,):
+        label, given, place = text.partition("=")
+        if not given or not re.fullmatch(r"[\w-]+", label):
+            place, label = text, text.removeprefix("rg:") if text.startswith("rg:") else Path(text).expanduser().stem
+        if not re.fullmatch(r"\w[\w.-]*", label):
+            raise ValueError(f"--eval-datasets {text}: {label!r} is no name for its metrics. Give one: name={text}")
+        if label in found:
+            raise ValueError(f"--eval-datasets {' '.join(cfg.eval_datasets)}: two are called {label}. Name them: name=place")
+        found[label] = place
+    return found
+
+
+def load_held_out(cfg: Any, tokenizer: PreTrainedTokenizerBase, only_tasks: bool = False) -> dict[str, Prompts]:
+    """The prompts of each held-out data set; with only_tasks, of those alone that are generated."""
+    found = {}
+    for label, name in eval_sets(cfg).items():
+        is_task, is_file = name.startswith("rg:"), Path(name).expanduser().is_file()
+        if only_tasks and not is_task:
+            continue
         split = cfg.eval_split or ("train" if is_file else "test")
         # another hub name has columns of its own; another local file is taken to look like the first
-        apply = described if name == cfg.dataset or Path(name).expanduser().exists() else {}
-        source = Source(name, split=split, params=eval_params(cfg) if is_task else None, flag="--eval-dataset", **apply)
-        rows = load_rows(source)
+        apply = _columns(cfg) if name == cfg.dataset or Path(name).expanduser().exists() else {}
+        params = eval_params(cfg, name) if is_task else None
+        rows = load_rows(Source(name, split=split, params=params, flag="--eval-datasets", **apply))
         rows = rows[: cfg.eval_prompts] if cfg.eval_prompts else rows
-        held_out = build_prompts(rows, tokenizer, fmt, cfg.max_prompt_tokens, cfg.overlong_prompts, "--eval-dataset")
-    source = Source(cfg.dataset, split=cfg.dataset_split, params=cfg.dataset_params, **described)
-    prompts = build_prompts(
-        load_rows(source),
-        tokenizer,
-        fmt,
-        cfg.max_prompt_tokens,
-        cfg.overlong_prompts,
-        "--dataset",
-        held_out if is_task else None,
-    )
+        limits = (cfg.max_prompt_tokens, cfg.overlong_prompts, "--eval-datasets")
+        found[label] = build_prompts(rows, tokenizer, prompt_format(cfg), *limits)
+    return found
+
+
+def load_data(cfg: Any, model_path: str) -> tuple:
+    """(tokenizer, EOS ids, training prompts, {label: held-out prompts})."""
+    tokenizer = load_tokenizer(cfg, model_path)
+    own = Path(cfg.dataset).expanduser()
+    if cfg.eval_every and own.is_file() and own.resolve() in [Path(p).expanduser().resolve() for p in eval_sets(cfg).values()]:
+        raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {cfg.dataset} is one file; name other --eval-datasets")
+    # held-out rows of a task stay out of training also in a run without evaluation
+    held_out = load_held_out(cfg, tokenizer, only_tasks=not cfg.eval_every)
+    tasks = [held_out[label] for label, name in eval_sets(cfg).items() if name == cfg.dataset and name.startswith("rg:")]
+    rows = load_rows(Source(cfg.dataset, split=cfg.dataset_split, params=cfg.dataset_params, **_columns(cfg)))
+    limits = (cfg.max_prompt_tokens, cfg.overlong_prompts, "--dataset")
+    prompts = build_prompts(rows, tokenizer, prompt_format(cfg), *limits, tasks[0] if tasks else None)
     if len(prompts.rows) < cfg.prompts_per_step:
         raise ValueError(
             f"--dataset {cfg.dataset}: {len(prompts.rows)} prompts are left, fewer than --prompts-per-step "
@@ -302,18 +337,16 @@ def load_data(cfg: Any, model_path: str) -> tuple:
     return tokenizer, eos_token_ids(model_path, tokenizer), prompts, held_out
 
 
-def eval_params(cfg: Any) -> str:
+def eval_params(cfg: Any, name: str) -> str:
     """Parameters of the held-out rows of rg:<task>: the training parameters with other seeds, as many as are used."""
-    params = read_params(cfg.dataset_params) if (cfg.eval_dataset or cfg.dataset) == cfg.dataset else {}
+    params = read_params(cfg.dataset_params) if name == cfg.dataset else {}
     size = {"size": cfg.eval_prompts} if cfg.eval_prompts else {}
     return json.dumps({**params, **size, "seed": params.get("seed", 0) + 1_000_003})
 
 
-def describe_data(prompts: Prompts, held_out: Prompts | None) -> None:
+def describe_data(prompts: Mapping[str, Prompts]) -> None:
     """Say what was loaded and what was left out."""
-    for name, p in (("training", prompts), ("held-out", held_out)):
-        if p is None:
-            continue
+    for name, p in prompts.items():
         longest = max(map(len, p.token_ids))
         dropped = f", {p.num_overlong} over the limit dropped (first: row {p.first_overlong})" if p.num_overlong else ""
         skipped = f", {p.num_null} without a prompt skipped" if p.num_null else ""
@@ -415,6 +448,9 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights and forget everything computed with the old ones. Uses the iterator to its end."""
 
+    def forget(self) -> None:
+        """Drop what is cached of earlier prompts, so that what follows does not depend on them."""
+
     def sleep(self, keep_weights: bool) -> None:
         """Give accelerator memory back while the trainer works; `keep_weights` where none will be pushed."""
 
@@ -449,26 +485,137 @@ def sample_groups(
     return samples
 
 
-def trained_tokens(samples: list[Sample], scored: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """[N, max_tokens] bool: every sampled token, by length; none of a sample that no reward scored (scored [N, K])."""
+# ---------------------------------------------------------------------------------------------- graded samples
+
+
+def grade(graders: Graders, names: Sequence[str], samples: Sequence[Sample]) -> Graded:
+    """The rewards `names` of each sample. Graders see its text and its row, with its length and how it ended."""
+    rows = [{**s.row, "response_tokens": len(s.response_ids), "finish_reason": s.finish_reason} for s in samples]
+    return graders.score(names, [s.text for s in samples], rows)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Samples of this rank, and what graders and the group stage said of them."""
+
+    samples: list[Sample]
+    components: torch.Tensor  # [N, K] float64
+    scored: torch.Tensor  # [N, K] bool
+    scores: torch.Tensor  # [N] float64
+    response_mask: torch.Tensor  # [N, T] bool: tokens to train on
+
+    @property
+    def groups(self) -> torch.Tensor:
+        """[N] int64: the number of each sample's prompt."""
+        return torch.tensor([s.group for s in self.samples], dtype=torch.int64)
+
+    def pick(self, indices: Sequence[int]) -> "Scored":
+        """Some of them, in this order."""
+        index = torch.tensor(indices, dtype=torch.int64)
+        tensors = (x[index] for x in (self.components, self.scored, self.scores, self.response_mask))
+        return Scored([self.samples[i] for i in indices], *tensors)
+
+
+def join(parts: Sequence[Scored]) -> Scored:
+    """Several rounds' samples, one after another."""
+    tensors = (torch.cat([getattr(p, n) for p in parts]) for n in ("components", "scored", "scores", "response_mask"))
+    return Scored([s for p in parts for s in p.samples], *tensors)
+
+
+def trained_tokens(samples: list[Sample], scored: torch.Tensor, max_tokens: int, finished_only: bool) -> torch.Tensor:
+    """[N, max_tokens] bool: every sampled token, by length; none of a sample that no reward scored (scored [N, K]), nor, with
+    finished_only, of one that was cut at the limit."""
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64)  # [N]
-    return (torch.arange(max_tokens)[None] < lengths[:, None]) & scored.any(1)[:, None]
+    trained = scored.any(1)
+    if finished_only:
+        trained = trained & torch.tensor([s.finish_reason == "stop" for s in samples], dtype=torch.bool)
+    return (torch.arange(max_tokens)[None] < lengths[:, None]) & trained[:, None]
 
 
-def measure_samples(meter: Meter, samples: list[Sample]) -> None:
-    """Metrics of the samples alone."""
+class Verdict(NamedTuple):
+    """What becomes of a group."""
+
+    dropped: str | None  # the reason, None where it is kept
+    num_tokens: int  # to train on
+
+
+def judge(part: Scored, weights: Sequence[float], filters: bool) -> dict[int, Verdict]:
+    """A verdict for each group of this rank. filters False: all are kept.
+
+    Reasons: unreadable_reward, nothing was scored; zero_std_<value>, no signal (advantages.has_signal), where value is the
+    weighted reward of its first sample to one decimal; all_truncated, no token to train on.
+    """
+    rewards = weighted_sum(part.components, part.scored, torch.tensor(weights, dtype=torch.float64))
+    found = {}
+    for group, signal in has_signal(part.scores, part.groups, part.scored).items():
+        own = part.groups == group
+        read = rewards[own & part.scored.any(1)]
+        tokens, reason = int(part.response_mask[own].sum()), None
+        if not len(read):
+            reason = "unreadable_reward"
+        elif not signal:
+            reason = f"zero_std_{round(read[0].item(), 1) + 0.0}"
+        elif not tokens:
+            reason = "all_truncated"
+        found[group] = Verdict(reason if filters else None, tokens)
+    return found
+
+
+def owners(num_kept: Sequence[int], count: int) -> list[int]:
+    """Ranks for the next `count` prompts: always the one that has fewest groups, so that ranks stay level."""
+    load, chosen = list(num_kept), []
+    for _ in range(count):
+        chosen.append(load.index(min(load)))
+        load[chosen[-1]] += 1
+    return chosen
+
+
+def optimizer_batches(verdicts: Mapping[int, Verdict], num_batches: int) -> tuple[dict[int, int], int]:
+    """({kept group: number of its optimizer batch}, batches left out), the same on every rank.
+
+    Groups go in order of their numbers, as evenly as they divide; where there are fewer than batches, there are fewer batches.
+    A batch without a token to train on is left out.
+    """
+    kept = sorted(group for group, v in verdicts.items() if v.dropped is None)
+    count = min(num_batches, len(kept))
+    batch_of = {group: place * count // len(kept) for place, group in enumerate(kept)}
+    tokens = dict.fromkeys(range(count), 0)
+    for group, batch in batch_of.items():
+        tokens[batch] += verdicts[group].num_tokens
+    return {g: b for g, b in batch_of.items() if tokens[b]}, num_batches - sum(t > 0 for t in tokens.values())
+
+
+def measure_samples(meter: Meter, samples: list[Sample], verdicts: Mapping[int, Verdict]) -> None:
+    """Metrics of the samples alone, refills included; verdicts: of this rank's groups."""
     lengths = [len(s.response_ids) for s in samples]
     meter.mean("rollout/response_tokens", sum(lengths), len(samples))
     meter.peak("rollout/response_tokens_max", max(lengths, default=0))
     meter.mean("rollout/prompt_tokens", sum(len(s.prompt_ids) for s in samples), len(samples))
-    meter.mean("rollout/finished", sum(s.finish_reason == "stop" for s in samples), len(samples))
+    finished = sum(s.finish_reason == "stop" for s in samples)
+    meter.mean("rollout/finished", finished, len(samples))
+    meter.total("rollout/truncated", len(samples) - finished)
     meter.total("perf/tokens_sampled", sum(lengths))
+    for verdict in verdicts.values():
+        if verdict.dropped:
+            meter.total(f"rollout/dropped/{verdict.dropped}", 1)
+    dropped = {group for group, verdict in verdicts.items() if verdict.dropped}
+    meter.total("rollout/tokens_dropped", sum(n for n, s in zip(lengths, samples) if s.group in dropped))
 
 
 def write_samples(
-    path: Path, samples: list[Sample], reward_names: Sequence[str], components: torch.Tensor, scores: torch.Tensor | None = None
+    path: Path,
+    samples: list[Sample],
+    names: Sequence[str],
+    components: torch.Tensor,
+    scored: torch.Tensor,
+    scores: torch.Tensor | None = None,
+    verdicts: Mapping[int, Verdict] | None = None,
 ) -> None:
-    """All ranks' samples as one JSONL file, in the order of their prompts; rank 0 writes. Uses collectives."""
+    """All ranks' samples as one JSONL file, in the order of their prompts; rank 0 writes. Uses collectives.
+
+    components and scored [N, K], with K names; scores [N]. A component that was not scored is null;
+    `dropped` says why a group was not trained on.
+    """
     records = [
         {
             "group": s.group,
@@ -477,8 +624,9 @@ def write_samples(
             "response": s.text,
             "finish_reason": s.finish_reason,
             "response_tokens": len(s.response_ids),
-            **{name: components[i, k].item() for k, name in enumerate(reward_names)},
+            **{n: components[i, k].item() if scored[i, k] else None for k, n in enumerate(names)},
             **({} if scores is None else {"score": scores[i].item()}),
+            **({} if verdicts is None or not verdicts[s.group].dropped else {"dropped": verdicts[s.group].dropped}),
         }
         for i, s in enumerate(samples)
     ]
@@ -568,8 +716,11 @@ class VLLMEngine:
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(_pack_output_head)
+        self.forget()
+
+    def forget(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache after a weight push: a request is still running")
+            raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
 
     def sleep(self, keep_weights: bool) -> None:
         if self.on_gpu:
@@ -654,6 +805,9 @@ class HFEngine:
             missing.discard(name)
         if missing:
             raise RuntimeError(f"weight push left {len(missing)} parameters of the engine as they were: {sorted(missing)[:5]}")
+
+    def forget(self) -> None:
+        """Nothing is cached."""
 
     def sleep(self, keep_weights: bool) -> None:
         """Nothing to give back: the reference engine is for small models."""

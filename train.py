@@ -10,6 +10,8 @@ Shapes: N samples of this rank, K rewards, T response tokens, [B, T] in a micro-
 
 import dataclasses
 import difflib
+import inspect
+import itertools
 import json
 import math
 import os
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,7 +52,7 @@ class Config:
 
     # Model and engine
     model: str = "embedded"
-    """Hugging Face folder or hub name; "embedded" is the model that scripts/prepare_model.py converts."""
+    """Hugging Face folder, run folder or hub name; "embedded" is the model that scripts/prepare_model.py converts."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute dtype of trainer and engine; master weights are float32. auto: bfloat16 where the processor has it."""
     engine: Literal["vllm", "hf"] = "vllm"
@@ -90,9 +92,29 @@ class Config:
 
     # Rewards
     rewards: tuple[str, ...] = ("correctness", "format")
-    """Named rewards of the run."""
+    """Rewards of the run: names that the README lists, or a function of yours, as path.py:function."""
     reward_weights: tuple[str, ...] = ()
     """Weights by name: correctness=1 format=0.5; a reward that is not named has weight 1."""
+    answer_in: Literal["any", "hash", "boxed", "tag", "last"] = "any"
+    """Where correctness and gsm8k find the answer: after ####, in a box, in a tag, last number; any: tag, hash, boxed, last."""
+    format_tags: tuple[str, ...] = ("answer",)
+    """Tags that format asks for, each once and in this order."""
+    overlong_buffer: int | None = None
+    """Tokens before --max-response-tokens over which overlong falls to -1; default a fifth of them."""
+    repetition_ngram: int = 3
+    """Words of the n-grams that repetition counts."""
+    reward_model: str | None = None
+    """Folder or hub name of the sequence-classification model of the reward reward_model."""
+    grader_timeout: float = 10.0
+    """Seconds for one call of a grader; a batched one has them for its whole batch."""
+    grader_workers: int = 4
+    """Processes a rank that run graders."""
+    grader_memory_gib: float = 4.0
+    """Memory that one of them may allocate, GiB."""
+    grader_failure: Literal["abstain", "zero", "stop"] = "abstain"
+    """What a grader gives that raises, exits or takes too long: nothing, as None does; 0; or the end of the run."""
+    truncated_responses: Literal["keep", "mask", "penalise"] = "keep"
+    """Responses cut at --max-response-tokens: like any other; out of the loss; or with a further reward `truncated`, -1."""
 
     # Algorithm
     algorithm: str = "gdpo"
@@ -107,6 +129,12 @@ class Config:
     """Optimizer batches that a rollout is cut into, by prompts."""
     epochs_per_rollout: int = 1
     """Times that each optimizer batch is trained on."""
+    dynamic_sampling: bool | None = None
+    """Replace groups without signal by further prompts (True, False); default: the algorithm's."""
+    max_refills: int = 10
+    """Rounds of further prompts in a step."""
+    refill_exhausted: Literal["continue", "stop"] = "continue"
+    """Where groups are still missing then: train on those there are, or stop the run."""
     push_every: int = 1
     """Steps between weight pushes to the engine; over 1, samples are of older weights."""
     normalize_rewards: bool = True
@@ -186,19 +214,27 @@ class Config:
     eval_every: int = 0
     """Evaluate before the first step, every so many steps, and after the last; 0: never."""
     eval_modes: tuple[Literal["greedy", "sampled"], ...] = ("greedy",)
-    """How to answer the held-out prompts: greedy, sampled (at --temperature), or both."""
-    eval_dataset: str | None = None
-    """Held-out data; default: --dataset, with --eval-split or, for rg:<task>, other seeds."""
+    """How to answer the held-out prompts: greedy, sampled, or both."""
+    eval_datasets: tuple[str, ...] = ()
+    """Held-out data sets, each a place or name=place; default --dataset, with --eval-split or, for rg:<task>, other seeds."""
     eval_split: str | None = None
     """Split of the held-out data; default test."""
     eval_prompts: int = 200
-    """Held-out prompts used, from the first on; 0: all."""
+    """Held-out prompts used of each data set, from the first on; 0: all."""
+    eval_samples: int = 1
+    """Responses to each prompt in the sampled mode; pass@k is given for k = 1, 2, 4, ... and this."""
+    eval_temperature: float | None = None
+    """Temperature of the sampled mode; default --temperature."""
+    eval_max_response_tokens: int | None = None
+    """Longest held-out response; default --max-response-tokens."""
+    eval_rewards: tuple[str, ...] = ()
+    """Rewards of held-out responses; default --rewards."""
 
     # Run
     seed: int = 0
     """Seeds data order and every sample."""
     run_dir: str | None = None
-    """Folder of the run, new or empty; default runs/<algorithm>-<time>."""
+    """Folder of the run, new or empty; default a new one under runs/."""
     export: bool = True
     """Write the trained model as a Hugging Face folder at the end."""
     wandb_mode: Literal["online", "offline", "disabled"] = "disabled"
@@ -242,9 +278,30 @@ class Config:
         return self.number("kl_coef") > 0 and self.number("kl_place") == "reward"
 
     @property
+    def graders(self) -> dict[str, rw.Reward]:
+        """The rewards of training, by name."""
+        penalty = ("truncated",) if self.truncated_responses == "penalise" and "truncated" not in self.rewards else ()
+        return rw.resolve(self.rewards + penalty)
+
+    @property
+    def eval_graders(self) -> dict[str, rw.Reward]:
+        """The rewards of evaluation, by name."""
+        return rw.resolve(self.eval_rewards, "--eval-rewards") if self.eval_rewards else rw.resolve(self.rewards)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the K reward components."""
+        return rw.component_names(self.graders)
+
+    @property
     def weights(self) -> list[float]:
-        """One weight a reward."""
-        return rw.parse_weights(self.rewards, self.reward_weights)
+        """One weight a component."""
+        return rw.parse_weights(self.components, self.reward_weights)
+
+    @property
+    def eval_response_tokens(self) -> int:
+        """Longest held-out response."""
+        return self.eval_max_response_tokens or self.max_response_tokens
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -307,21 +364,21 @@ def read_config_file(path: str) -> list[str]:
     return arguments
 
 
-def parse(argv: Sequence[str]) -> Config:
+def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
     """Defaults < --config < command line, checked once. Exits with code 2 and one message where something is wrong."""
     quiet = os.environ.get("RANK", "0") != "0"
     try:
         named = [b for a, b in zip(argv, [*argv[1:], ""]) if a == "--config"]
         named += [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
         from_file = read_config_file(named[-1]) if named else []
-        cfg = tyro.cli(Config, args=[*from_file, *argv], prog="train.py", console_outputs=not quiet)
+        cfg = tyro.cli(Config, args=[*from_file, *argv], prog=prog, console_outputs=not quiet)
         listing = cfg.list_algorithms or cfg.list_metrics
         problems = registry_problems() or ([] if listing else find_problems(cfg))
         if problems:
             raise ValueError("the configuration cannot run:\n  - " + "\n  - ".join(problems))
     except ValueError as e:
         if not quiet:
-            print(f"train.py: {e}", file=sys.stderr)
+            print(f"{prog}: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     return cfg
 
@@ -352,14 +409,15 @@ def find_problems(cfg: Config) -> list[str]:
     """Everything that can be known to be wrong before a model or a data set is loaded."""
     problems = list(adv.check(cfg))
     problems += unread_flags(cfg) if cfg.algorithm in adv.ALGORITHMS else []
-    readers = ((ro.read_few_shot, cfg.few_shot), (ro.read_params, cfg.dataset_params), (rw.load_function, cfg.reward_hook))
-    for read, value in readers:
+    readers = ((ro.read_few_shot, cfg.few_shot), (ro.read_params, cfg.dataset_params), (check_hook, cfg.reward_hook))
+    for read, value in (*readers, (ro.eval_sets, cfg)):
         try:
             if value is not None:
                 read(value)
         except ValueError as e:
             problems.append(str(e))
     try:
+        problems += grader_problems(cfg)
         if sum(map(abs, cfg.weights)) < 1e-2 and os.environ.get("RANK", "0") == "0":
             warning = "so small that a constant added to a standard deviation (1e-4 in gdpo) shrinks the advantages"
             print(f"warning: the reward weights {cfg.weights} are {warning}", file=sys.stderr)
@@ -375,6 +433,8 @@ def find_problems(cfg: Config) -> list[str]:
             "--reference-update-every 1 with one optimizer step a rollout: the reference would always be the policy itself, "
             "and the KL 0. Give a larger number"
         )
+    if cfg.eval_samples > 1 and "sampled" not in cfg.eval_modes:
+        problems.append(f"--eval-samples {cfg.eval_samples}: greedy responses are all alike. Add --eval-modes sampled")
     for name, known in (("aggregation", losses.AGGREGATIONS), ("kl_estimator", losses.KL_ESTIMATORS)):
         if getattr(cfg, name) is not None and getattr(cfg, name) not in known:
             problems.append(f"{_flag(name)} {getattr(cfg, name)}: unknown; there are {', '.join(known)}")
@@ -394,6 +454,17 @@ def find_problems(cfg: Config) -> list[str]:
         low, cap = cfg.number("mismatch_low"), cfg.number("mismatch_cap")
         if low >= cap and "mismatch_low" in adv.options_of(losses.MISMATCH_CORRECTIONS[cfg.mismatch]):
             problems.append(f"--mismatch-low {low}: must be below --mismatch-cap {cap}")
+        filters, refills = (
+            cfg.number("dynamic_sampling"),
+            {"max_refills": cfg.max_refills, "refill_exhausted": cfg.refill_exhausted},
+        )
+        if filters and cfg.samples_per_prompt == 1:
+            problems.append(
+                "--dynamic-sampling True: a group of one sample never has signal. Use --samples-per-prompt 2 or more"
+            )
+        for name, value in refills.items():
+            if not filters and value != getattr(Config, name):
+                problems.append(f"{_flag(name)} {value}: there are no refills without --dynamic-sampling True. Drop the flag")
         warmup, updates = cfg.warmup_rollouts, policy_updates(cfg)
         if warmup >= max(cfg.steps, 1):
             problems.append(f"--critic-warmup-steps {warmup}: the run has {cfg.steps} steps; the policy would never learn")
@@ -404,7 +475,7 @@ def find_problems(cfg: Config) -> list[str]:
         problems.append(f"--run-dir {cfg.run_dir}: is a file; name a new folder")
     elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()):
         problems.append(f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten")
-    if cfg.model == "embedded" and not (embedded_model_path() / "config.json").exists():
+    if cfg.model == "embedded" and not Path(model_folder(cfg), "config.json").exists():
         problems.append(f"--model embedded: {embedded_model_path()} is missing; run python scripts/prepare_model.py")
     return problems
 
@@ -412,10 +483,12 @@ def find_problems(cfg: Config) -> list[str]:
 def out_of_range(cfg: Config) -> list[str]:
     """Numbers that lie where they make no sense; a flag that was not given cannot."""
     at_least_1 = "max_prompt_tokens max_response_tokens prompts_per_step samples_per_prompt steps kv_cache_gib push_every "
-    at_least_1 += "optimizer_steps_per_rollout epochs_per_rollout micro_batch_tokens"
+    at_least_1 += "optimizer_steps_per_rollout epochs_per_rollout micro_batch_tokens grader_workers eval_samples "
+    at_least_1 += "eval_max_response_tokens overlong_buffer repetition_ngram"
     at_least_0 = "warmup_steps eval_every eval_prompts weight_decay seed reference_update_every kl_coef entropy_coef "
-    at_least_0 += "critic_warmup_steps mismatch_low"
-    positive = "lr max_grad_norm max_logprob_diff clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip"
+    at_least_0 += "critic_warmup_steps mismatch_low max_refills"
+    positive = "lr max_grad_norm max_logprob_diff clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip "
+    positive += "grader_timeout grader_memory_gib eval_temperature"
     greedy = "a positive, finite number; greedy samples of a group are all alike, so nothing can be learned"
     ranges = (
         ("at least 1", lambda v: 1 <= v < math.inf, at_least_1),
@@ -459,6 +532,51 @@ def unread_flags(cfg: Config) -> list[str]:
     return problems
 
 
+def grader_problems(cfg: Config) -> list[str]:
+    """What is wrong with the rewards' functions and settings. Errors: ValueError where a reward is not found at all."""
+    problems, read = [], set()
+    for name, reward in (cfg.graders | cfg.eval_graders).items():
+        options = inspect.signature(reward.function).parameters.values()
+        settings = settings_of(cfg, reward)
+        read |= set(settings)
+        missing = [p.name for p in options if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in settings]
+        problems += [
+            f"reward {name}: keyword-only {n} must have a default, or be a field of Config, as a flag is" for n in missing
+        ]
+        if "reward_model" in settings and cfg.reward_model is None:
+            problems.append(f"reward {name}: needs --reward-model")
+        wants = ("responses", "rows") if reward.batched else ("response", "row")
+        is_class = inspect.isclass(reward.function)
+        called = reward.function.__call__ if is_class else reward.function
+        try:
+            itself = ("self",) if is_class else ()
+            inspect.signature(called).bind(*itself, *wants, **dict.fromkeys(adv.options_of(called)))
+        except TypeError as e:
+            problems.append(f"reward {name}: is called with ({', '.join(wants)}): {e}")
+    given = {n: getattr(cfg, n) for n in ("answer_in", "format_tags", "overlong_buffer", "repetition_ngram", "reward_model")}
+    for name, value in given.items():
+        if value != getattr(Config, name) and name not in read:
+            readers = [n for n, r in rw.REWARDS.items() if name in adv.options_of(r.function)]
+            problems.append(
+                f"{_flag(name)} {value}: no reward of this run reads it. Drop the flag, or add --rewards {'|'.join(readers)}"
+            )
+    return problems
+
+
+def settings_of(cfg: Config, reward: rw.Reward) -> dict:
+    """A reward's keyword-only parameters that are flags."""
+    flags = {f.name for f in dataclasses.fields(Config)}
+    return {name: getattr(cfg, name) for name in adv.options_of(reward.function) if name in flags}
+
+
+def check_hook(place: str) -> None:
+    """Load a reward hook. Errors: ValueError where it is not there, or does not take rewards and groups."""
+    try:
+        inspect.signature(rw.load_function(place)).bind("rewards", "groups")
+    except TypeError as e:
+        raise ValueError(f"--reward-hook {place}: is called with (rewards, groups): {e}") from e
+
+
 def policy_updates(cfg: Config) -> int:
     """Optimizer steps of the policy in the run."""
     return (cfg.steps - cfg.warmup_rollouts) * cfg.updates_per_rollout
@@ -471,6 +589,19 @@ def _flag(name: str) -> str:
 def embedded_model_path() -> Path:
     """Where scripts/prepare_model.py puts the model that needs no hub."""
     return Path(os.environ.get("FLATRL_CACHE", Path.home() / ".cache" / "flatrl")) / "smollm2-135m-instruct"
+
+
+def model_folder(cfg: Config) -> str:
+    """What --model stands for: the embedded model, what a run has exported, a folder, or a hub name."""
+    folder = embedded_model_path() if cfg.model == "embedded" else Path(cfg.model).expanduser()
+    exported = folder / "model"
+    return str(exported if (exported / "config.json").exists() else folder)
+
+
+def new_run_dir(cfg: Config, name: str) -> Path:
+    """The run's folder, by default a new one of this name under runs/; the same on every rank. A collective."""
+    default = ROOT / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return du.gather_objects(Path(cfg.run_dir or default).expanduser())[0]
 
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -530,7 +661,8 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     eos: tuple[int, ...]
     prompts: ro.Prompts
-    held_out: ro.Prompts | None
+    held_out: dict[str, ro.Prompts]  # by data set
+    graders: rw.Graders
     dtype: torch.dtype  # of compute and of the engine
     engine: ro.Engine
     policy: du.Learner
@@ -545,16 +677,14 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
-    model_path = str(embedded_model_path()) if cfg.model == "embedded" else os.path.expanduser(cfg.model)
-    default_dir = ROOT / "runs" / f"{cfg.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = du.gather_objects(Path(cfg.run_dir or default_dir).expanduser())[0]
+    model_path, run_dir = model_folder(cfg), new_run_dir(cfg, cfg.algorithm)
     tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
-    du.agree("the prompts", [p and p.digest() for p in (prompts, held_out)])
+    du.agree("the prompts", [p.digest() for p in (prompts, *held_out.values())])
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
     du.run_together("describing the run", describe if ranks.rank == 0 else no_work, cfg, ranks, model_path, prompts, held_out)
+    graders = du.run_together("starting the graders", start_graders, cfg)
     dtype = du.compute_dtype(cfg.dtype, ranks.device)
-    room = (cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.gpu_memory_utilization, cfg.kv_cache_gib)
-    engine = ro.ENGINES[cfg.engine](model_path, dtype, ranks.device, cfg.seed + ranks.rank, *room)
+    engine = load_engine(cfg, ranks, model_path, dtype)
     how = (torch.float32, cfg.activation_checkpointing)
     model = du.run_together("loading the model", losses.load_model, model_path, *how)
     model = du.shard_model(model, list(model.get_decoder().layers), dtype)
@@ -568,13 +698,29 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
         reference = load_reference(cfg, model_path, dtype)
     order = ro.PromptOrder(len(prompts.rows), cfg.seed)
     log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
-    data = (tokenizer, eos, prompts, held_out)
+    du.run_together("starting the graders", graders.check)
+    data = (tokenizer, eos, prompts, held_out, graders)
     return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, policy, critic, reference, order, log)
 
 
-def describe(cfg: Config, ranks: du.Ranks, model_path: str, prompts: ro.Prompts, held_out: ro.Prompts | None) -> None:
+def start_graders(cfg: Config) -> rw.Graders:
+    """The processes of all rewards of the run; they load while the models do."""
+    rewards = cfg.graders | (cfg.eval_graders if cfg.eval_every else {})
+    settings = {name: settings_of(cfg, reward) for name, reward in rewards.items()}
+    limits = (cfg.grader_timeout, cfg.grader_workers, cfg.grader_memory_gib, cfg.grader_failure)
+    return rw.Graders(rewards, settings, *limits)
+
+
+def load_engine(cfg: Config, ranks: du.Ranks, model_path: str, dtype: torch.dtype) -> ro.Engine:
+    """The engine of this rank, with room for the longest prompt and response."""
+    longest = cfg.max_prompt_tokens + max(cfg.max_response_tokens, cfg.eval_response_tokens if cfg.eval_every else 0)
+    room = (longest, cfg.gpu_memory_utilization, cfg.kv_cache_gib)
+    return ro.ENGINES[cfg.engine](model_path, dtype, ranks.device, cfg.seed + ranks.rank, *room)
+
+
+def describe(cfg: Config, ranks: du.Ranks, model_path: str, prompts: ro.Prompts, held_out: dict[str, ro.Prompts]) -> None:
     """Say what will be trained on what."""
-    ro.describe_data(prompts, held_out)
+    ro.describe_data({"training": prompts} | {f"held-out {label}": p for label, p in held_out.items()})
     print(equation(cfg) + plan(cfg, ranks, model_path), flush=True)
 
 
@@ -590,7 +736,7 @@ def equation(cfg: Config) -> str:
     terms += f" - {cfg.entropy_coef:g} H" if cfg.entropy_coef else ""
     score = f"s_i = {formula(group)}" if cfg.reward_hook is None else f"s = {cfg.reward_hook}(r, groups)"
     score += "" if spec.uses_reward_components or group is adv.none else ", r_i = sum_k w_k x_ik"
-    weights = ", ".join(f"{n} {w:g}" for n, w in zip(cfg.rewards, cfg.weights))
+    weights = ", ".join(f"{n} {w:g}" for n, w in zip(cfg.components, cfg.weights))
     aggregation = formula(losses.AGGREGATIONS[cfg.aggregation or spec.aggregation])
     lines = [
         f"{cfg.algorithm}: L = {aggregation.replace('m l', f'm ({terms})')}",
@@ -598,7 +744,8 @@ def equation(cfg: Config) -> str:
         f"max_response_tokens {cfg.max_response_tokens}",
         f"  {formula(loss)}",
         f"  {formula(stage)}" + (", then whitened over its tokens" if cfg.normalize_advantages else ""),
-        f"  {score}; reward weights w: {weights}",
+        f"  {score}; reward weights w: {weights}"
+        + (f"; groups with equal s are replaced, {cfg.max_refills} times a step" if cfg.number("dynamic_sampling") else ""),
         f"  c = {formula(correction)}"
         + (f", q = exp(old_logprobs - rollout_logprobs) of a {cfg.mismatch_level}" if cfg.numbers(correction) else ""),
     ]
@@ -648,10 +795,18 @@ def plan(cfg: Config, ranks: du.Ranks, model_path: str) -> str:
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measure_scores(cfg: Config, graded: tuple, scores: torch.Tensor, meter: du.Meter) -> None:
-    """Metrics of the rewards and scores. Uses collectives."""
+def measure_scores(cfg: Config, everything: ro.Scored, meter: du.Meter) -> None:
+    """Metrics of the rewards and scores of all that was sampled. Uses collectives."""
+    graded, scores = (everything.components, everything.scored, cfg.weights, everything.groups), everything.scores
     parts = du.run_together("measuring scores", adv.contributions, cfg.algorithm, *graded, scores)
-    adv.measure(meter, cfg.rewards, *graded, scores, parts)
+    adv.measure(meter, cfg.components, *graded, scores, parts)
+
+
+def measure_failures(meter: du.Meter, graded: rw.Graded, before: str) -> None:
+    """How many samples each reward failed on."""
+    for name, counts in graded.failures.items():
+        for kind in ("timeout", "error"):
+            meter.total(f"{before}{name}/{kind}", counts[kind])
 
 
 def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advantages, returns, meter: du.Meter) -> None:
@@ -681,6 +836,65 @@ def measure_advantages(cfg: Config, graded: tuple, rollout: adv.Rollout, advanta
 # ---------------------------------------------------------------------------------------------- phases of a step
 
 
+def collect(run: Run, step: int, hook, ledger: du.Ledger, meter: du.Meter) -> tuple:
+    """Sample, grade and score until every place of the step is taken by a group; with dynamic sampling, by one with signal.
+
+    Every decision is taken from verdicts that all ranks hold, so that none can go on alone. Returns all samples of this rank;
+    those to train on, in the order of their optimizer batches; how many belong to each; and the verdicts on this rank's groups.
+    Errors: RuntimeError where places stay empty after --max-refills and --refill-exhausted is stop.
+    """
+    cfg, ranks, filters = run.cfg, run.ranks, bool(run.cfg.number("dynamic_sampling"))
+    sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, run.eos)
+    limits = (cfg.max_response_tokens, cfg.truncated_responses == "mask")
+    parts, verdicts = [], {}
+    num_kept, missing, num_rounds = [0] * ranks.world_size, cfg.prompts_per_step, 0
+    while missing and num_rounds <= (cfg.max_refills if filters else 0):
+        with ledger.phase("sample"):
+            visits = run.order.take(missing)
+            places = [p for p, rank in enumerate(ro.owners(num_kept, missing)) if rank == ranks.rank]
+            numbers = [len(verdicts) + p for p in places]
+            indices = [visits[p].index for p in places]
+            seeds = [ro.seed_for(cfg.seed, step, visits[p].epoch, run.prompts.row_ids[visits[p].index]) for p in places]
+            request = (run.engine, run.tokenizer, run.prompts, indices, numbers, sampling, seeds)
+            samples: list[ro.Sample] = du.run_together("sampling", ro.sample_groups, *request)
+        with ledger.phase("grade"):
+            graded = du.run_together("grading", ro.grade, run.graders, tuple(cfg.graders), samples)
+            measure_failures(meter, graded, "reward/")
+        with ledger.phase("advantage"):
+            groups = torch.tensor([s.group for s in samples], dtype=torch.int64)  # [N]
+            estimator = (cfg.algorithm, graded.components, graded.scored, cfg.weights, groups, cfg.normalize_rewards, hook)
+            scores = du.run_together("the group stage", adv.group_scores, *estimator)
+            mask = ro.trained_tokens(samples, graded.scored, *limits)
+            part = ro.Scored(samples, graded.components, graded.scored, scores, mask)
+            judged = du.run_together("judging groups", ro.judge, part, cfg.weights, filters)
+            for rank, theirs in enumerate(du.gather_objects(judged)):
+                verdicts |= theirs
+                num_kept[rank] += sum(v.dropped is None for v in theirs.values())
+        parts.append(part)
+        missing, num_rounds = cfg.prompts_per_step - sum(num_kept), num_rounds + 1
+    if missing:
+        said = f"{missing} of {cfg.prompts_per_step} places have no group with signal after {len(verdicts)} prompts"
+        said += f" (--max-refills {cfg.max_refills})"
+        if cfg.refill_exhausted == "stop":
+            raise RuntimeError(f"step {step}: {said}. Take easier or harder prompts, or --refill-exhausted continue")
+        if ranks.rank == 0:
+            print(f"step {step}: {said}; training on the others", file=sys.stderr, flush=True)
+    with ledger.phase("advantage"):
+        everything = ro.join(parts)
+        batch_of, num_empty = ro.optimizer_batches(verdicts, cfg.optimizer_steps_per_rollout)
+        trained = [i for i, s in enumerate(everything.samples) if s.group in batch_of]
+        chosen = everything.pick(sorted(trained, key=lambda i: everything.samples[i].group))
+        sizes = {b: sum(batch_of[s.group] == b for s in chosen.samples) for b in sorted(set(batch_of.values()))}
+        own = {s.group: verdicts[s.group] for s in everything.samples}
+        ro.measure_samples(meter, everything.samples, own)
+        counts = {"prompts_sampled": len(verdicts), "refills": num_rounds - 1, "prompts_missing": missing}
+        for name, count in counts.items():
+            meter.peak(f"rollout/{name}", count)
+        meter.peak("loss/empty_batches", num_empty)
+        measure_scores(cfg, everything, meter)
+    return everything, chosen, sizes, own
+
+
 def form_batches(
     cfg: Config, samples: list[ro.Sample], mask: torch.Tensor, sizes: dict[int, int], device: torch.device, meter: du.Meter
 ) -> list[tuple]:
@@ -696,7 +910,6 @@ def form_batches(
         total = losses.Denominators(int(du.sum_over_ranks(size)), num_tokens, cfg.max_response_tokens)
         formed.append((micro + [losses.empty_batch(device)] * (num_micro - len(micro)), total))
         meter.total("perf/tokens_computed", sum(b.input_ids.numel() for b in micro))
-    meter.peak("loss/empty_batches", sum(total.num_tokens == 0 for _, total in formed))
     return formed
 
 
@@ -724,11 +937,9 @@ def look_ahead(run: Run, batches: list[tuple], every: bool) -> list[tuple]:
     return filled
 
 
-def rollout_of(
-    cfg: Config, batches: list[tuple], scores: torch.Tensor, mask: torch.Tensor, sizes: dict[int, int]
-) -> adv.Rollout:
+def rollout_of(cfg: Config, batches: list[tuple], chosen: ro.Scored, sizes: dict[int, int]) -> adv.Rollout:
     """What the batch stage reads: scores [N], and from the forward passes KL penalty and values [N, T] where there are any."""
-    every = [batch for micro, _ in batches for batch in micro]
+    every, mask = [batch for micro, _ in batches for batch in micro], chosen.response_mask
     empty = torch.zeros(mask.shape, dtype=torch.float64)
     penalty = empty.clone() if cfg.kl_in_reward else None
     values = empty.clone() if cfg.spec.needs_critic else None
@@ -738,7 +949,7 @@ def rollout_of(
             batch.put(cfg.number("kl_coef") * kl, penalty)
         if values is not None:
             batch.put(batch.old_values, values)
-    return adv.Rollout(scores, mask, sizes, penalty, values)
+    return adv.Rollout(chosen.scores, mask, sizes, penalty, values)
 
 
 def with_advantages(batches: list[tuple], advantages: torch.Tensor, returns: torch.Tensor | None) -> list[tuple]:
@@ -770,8 +981,7 @@ def update_policy(run: Run, batches: list[tuple], fresh: bool, meter: du.Meter) 
                 (loss * run.ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
             if epoch == number == 0:  # no weight has changed yet, and every batch has its old log-probs by now
                 check_mismatch(cfg, batches, fresh, meter)
-            if total.num_tokens:
-                run.policy.step(cfg.max_grad_norm, meter)
+            run.policy.step(cfg.max_grad_norm, meter)
 
 
 def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
@@ -782,8 +992,7 @@ def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
             for batch in micro:
                 share = critic_loss(cfg, batch, losses.token_values(run.critic.model, batch), total, meter)
                 (share * run.ranks.world_size).backward()
-            if total.num_tokens:
-                run.critic.step(cfg.max_grad_norm, meter)
+            run.critic.step(cfg.max_grad_norm, meter)
 
 
 def policy_loss(
@@ -834,6 +1043,8 @@ def check_mismatch(cfg: Config, batches: list[tuple], fresh: bool, meter: du.Met
 
     fresh False: the engine has older weights on purpose, so the gap is only recorded.
     """
+    if not batches:
+        return
     seen = du.Meter()
     for batch in (batch for micro, _ in batches for batch in micro):
         metrics, largest = losses.engine_gap(batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
@@ -852,24 +1063,43 @@ def check_mismatch(cfg: Config, batches: list[tuple], fresh: bool, meter: du.Met
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Answer every held-out prompt once over all ranks, in each mode; write the responses; return the metrics."""
-    cfg, held_out = run.cfg, run.held_out
-    results: dict[str, float] = {}
-    for mode in cfg.eval_modes:
-        sampling = ro.Sampling(1, 0.0 if mode == "greedy" else cfg.temperature, cfg.max_response_tokens, run.eos)
+    """Answer every held-out prompt over all ranks, in each mode, none left out; write the responses; return the metrics."""
+    cfg, results = run.cfg, {}
+    names = tuple(cfg.eval_graders)
+    for (label, held_out), mode in itertools.product(run.held_out.items(), cfg.eval_modes):
+        count, temperature = (1, 0.0) if mode == "greedy" else (cfg.eval_samples, cfg.eval_temperature or cfg.temperature)
+        sampling = ro.Sampling(count, temperature, cfg.eval_response_tokens, run.eos)
         mine = range(run.ranks.rank, len(held_out.rows), run.ranks.world_size)
         seeds = [ro.seed_for(cfg.seed, mode, held_out.row_ids[i]) for i in mine]
+        if run.ranks.rank == 0:
+            print(f"answering {len(held_out.rows)} held-out prompts of {label}, {mode}", flush=True)
         request = (run.engine, run.tokenizer, held_out, mine, mine, sampling, seeds)
         samples = du.run_together("sampling held-out prompts", ro.sample_groups, *request)
-        texts, rows = [s.text for s in samples], [s.row for s in samples]
-        components, scored = du.run_together("grading held-out prompts", rw.score, cfg.rewards, texts, rows)
-        meter = du.Meter()
-        for k, name in enumerate(cfg.rewards):
-            meter.mean(f"eval/{mode}/{name}", components[:, k][scored[:, k]].sum(), scored[:, k].sum())
-        meter.mean(f"eval/{mode}/response_tokens", sum(len(s.response_ids) for s in samples), len(samples))
+        graded = du.run_together("grading held-out prompts", ro.grade, run.graders, names, samples)
+        meter, before = du.Meter(), f"eval/{label}/{mode}/"
+        measure_failures(meter, graded, before)
+        for k, name in enumerate(graded.names):
+            values, scored = graded.components[:, k], graded.scored[:, k]
+            meter.mean(f"{before}{name}", values[scored].sum(), scored.sum())
+            meter.total(f"{before}{name}/abstained", (~scored).sum())
+            for i in range(0, len(samples), count):  # a prompt's samples stand together
+                num_scored, num_passed = (int(x[i : i + count].sum()) for x in (scored, scored & (values >= 1)))
+                for num_drawn in {*(2**p for p in range(count.bit_length())), count}:
+                    if num_drawn <= num_scored:
+                        chance = rw.pass_at_k(num_scored, num_passed, num_drawn)
+                        meter.mean(f"{before}{name}/pass@{num_drawn}", chance, 1)
+        meter.mean(f"{before}response_tokens", sum(len(s.response_ids) for s in samples), len(samples))
+        meter.total(f"{before}truncated", sum(s.finish_reason == "length" for s in samples))
         results |= meter.reduce()
-        ro.write_samples(run.run_dir / f"eval/{mode}_{step:06d}.jsonl", samples, cfg.rewards, components)
+        path = run.run_dir / f"eval/{label}/{mode}_{step:06d}.jsonl"
+        ro.write_samples(path, samples, graded.names, graded.components, graded.scored)
+    run.engine.forget()  # what follows is the same as without an evaluation
     return results
+
+
+def is_headline(metric: str) -> bool:
+    """Whether a metric is a held-out reward, and not a count beside it."""
+    return metric.startswith("eval/") and metric.count("/") == 3 and not metric.endswith(("response_tokens", "truncated"))
 
 
 # ---------------------------------------------------------------------------------------------- logging and export
@@ -908,12 +1138,12 @@ class Log:
         """The console's view of a step."""
         parts = []
         if "reward/total" in m:
-            parts.append(" ".join(f"{n} {m.get(f'reward/{n}', float('nan')):.3f}" for n in self.cfg.rewards))
+            parts.append(" ".join(f"{n} {m.get(f'reward/{n}', float('nan')):.3f}" for n in self.cfg.components))
             parts.append(f"tokens {m['rollout/response_tokens']:.1f}")
             parts.append(f"logprob_diff {m.get('rollout/logprob_diff', float('nan')):.4f}")
             parts += [f"grad {m['optim/grad_norm']:.3f}"] if "optim/grad_norm" in m else []
             parts += [f"value {m['loss/value']:.4f}"] if "loss/value" in m else []
-        evals = {k: v for k, v in m.items() if k.startswith("eval/") and not k.endswith("response_tokens")}
+        evals = {k: v for k, v in m.items() if is_headline(k)}
         if evals:
             parts.append(" ".join(f"{k} {v:.3f}" for k, v in evals.items()))
         if "perf/seconds_step" in m:
@@ -933,8 +1163,6 @@ class Log:
 def train(cfg: Config, ranks: du.Ranks) -> None:
     """The run, in order."""
     run = set_up(cfg, ranks)
-    sampling = ro.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, run.eos)
-    weights = cfg.weights
     hook = du.run_together("loading the hook", rw.load_function, cfg.reward_hook) if cfg.reward_hook else None
     if cfg.eval_every:
         du.run_together("logging", run.log.step, 0, evaluate(run, 0))
@@ -942,46 +1170,24 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
     for step in range(1, cfg.steps + 1):
         meter, ledger = du.Meter(), du.Ledger(du.PHASES)
 
-        # ---- rollout: prompt g of the step belongs to rank g % world_size
-        with ledger.phase("sample"):
-            visits = run.order.take(cfg.prompts_per_step)
-            mine = range(ranks.rank, cfg.prompts_per_step, ranks.world_size)
-            indices = [visits[g].index for g in mine]
-            seeds = [ro.seed_for(cfg.seed, step, visits[g].epoch, run.prompts.row_ids[visits[g].index]) for g in mine]
-            request = (run.engine, run.tokenizer, run.prompts, indices, mine, sampling, seeds)
-            samples: list[ro.Sample] = du.run_together("sampling", ro.sample_groups, *request)
-
-        # ---- grade: components [N, K] float64, scored [N, K] bool
-        with ledger.phase("grade"):
-            texts, rows = [s.text for s in samples], [s.row for s in samples]
-            components, scored = du.run_together("grading", rw.score, cfg.rewards, texts, rows)
-
-        # ---- group stage, on the rank that sampled: [N, K] -> scores [N] float64
-        with ledger.phase("advantage"):
-            groups = torch.tensor([s.group for s in samples], dtype=torch.int64)  # [N]
-            graded = (components, scored, weights, groups)
-            estimator = (adv.group_scores, cfg.algorithm, *graded, cfg.normalize_rewards, hook)
-            scores = du.run_together("the group stage", *estimator)
-            mask = ro.trained_tokens(samples, scored, cfg.max_response_tokens)  # [N, T] bool
-            ro.measure_samples(meter, samples)
-            measure_scores(cfg, graded, scores, meter)
+        # ---- rollout, graded and scored: all samples, and those to train on, in the order of their optimizer batches
+        everything, chosen, sizes, verdicts = collect(run, step, hook, ledger, meter)
 
         # ---- batches, and what has to be known before the update: reference log-probs, old log-probs, values
         with ledger.phase("forward"):
             pushes = step % cfg.push_every == 0 or step == cfg.steps
             run.engine.sleep(keep_weights=not pushes)
-            batch_of = groups // (cfg.prompts_per_step // cfg.optimizer_steps_per_rollout)  # [N]
-            sizes = {b: int((batch_of == b).sum()) for b in range(cfg.optimizer_steps_per_rollout)}
             warming_up = step <= cfg.warmup_rollouts
-            batches = form_batches(cfg, samples, mask, sizes, ranks.device, meter)
+            batches = form_batches(cfg, chosen.samples, chosen.response_mask, sizes, ranks.device, meter)
             batches = look_ahead(run, batches, every=cfg.kl_in_reward or warming_up)
 
         # ---- batch stage, across ranks and per optimizer batch: scores [N] -> advantages [N, T] fp32
         with ledger.phase("advantage"):
-            rollout = rollout_of(cfg, batches, scores, mask, sizes)
+            rollout = rollout_of(cfg, batches, chosen, sizes)
             numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
             advantages, returns = adv.token_advantages(cfg.algorithm, rollout, cfg.normalize_advantages, **numbers)
-            measure_advantages(cfg, graded, rollout, advantages, returns, meter)
+            parts = (chosen.components, chosen.scored, cfg.weights, chosen.groups)
+            measure_advantages(cfg, parts, rollout, advantages, returns, meter)
             batches = du.run_together("attaching advantages", with_advantages, batches, advantages, returns)
 
         # ---- update
@@ -1012,10 +1218,11 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         # ---- log
         if step % TRIM_EVERY == 0 and ranks.device.type == "cpu":
             du.trim_memory()
-        ro.write_samples(run.run_dir / f"samples/step_{step:06d}.jsonl", samples, cfg.rewards, components, scores)
+        seen = (everything.samples, cfg.components, everything.components, everything.scored, everything.scores, verdicts)
+        ro.write_samples(run.run_dir / f"samples/step_{step:06d}.jsonl", *seen)
         meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
-        ledger.close(meter, sum(len(s.response_ids) for s in samples), ranks.world_size)
+        ledger.close(meter, sum(len(s.response_ids) for s in everything.samples), ranks.world_size)
         du.run_together("logging", run.log.step, step, meter.reduce() | metrics)
 
     finish(run)
@@ -1027,6 +1234,7 @@ def finish(run: Run) -> None:
         du.export_model(run.policy.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
     du.run_together("closing the log", run.log.close)
     du.run_together("summing up", sum_up if run.ranks.rank == 0 else no_work, run.run_dir)
+    run.graders.close()
     run.engine.close()
 
 
@@ -1041,7 +1249,7 @@ def sum_up(run_dir: Path) -> None:
     drawn = subprocess.run(command, capture_output=True, text=True)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evals = [r for r in records if any(k.startswith("eval/") for k in r)]
-    for name in [k for k in evals[0] if k.startswith("eval/")] if evals else []:
+    for name in filter(is_headline, evals[0]) if evals else []:
         print(f"{name}: {evals[0][name]:.3f} before, {evals[-1][name]:.3f} after {evals[-1]['step']} steps")
     print(f"run folder: {run_dir}")
     print(f"curves: {picture}" if drawn.returncode == 0 else f"no curves: {drawn.stderr.strip()[-300:]}")
@@ -1056,10 +1264,15 @@ def main(argv: Sequence[str]) -> None:
     if cfg.list_metrics:
         print(du.metric_table())
         return
+    run_process(train, cfg)
+
+
+def run_process(work: Callable[[Config, du.Ranks], None], cfg: Config) -> None:
+    """Join the ranks, do `work`, and end this process with its exit code: 0, or 1 after a message. Never returns."""
     ranks = du.start()
     exit_code = 1
     try:
-        train(cfg, ranks)
+        work(cfg, ranks)
         exit_code = 0
     except du.RankFailure as e:  # the rank that failed has printed its traceback
         print(f"[rank {ranks.rank}] {e}", file=sys.stderr)
@@ -1072,7 +1285,8 @@ def numbers_of(algorithm: adv.Algorithm) -> list[str]:
     """The numbers that an algorithm reads, each a flag."""
     critic = ["critic_lr", "critic_warmup_steps", "value_clip"] if algorithm.needs_critic else []
     stages = (losses.POLICY_LOSSES[algorithm.policy_loss], adv.BATCH_STAGES[algorithm.batch_stage])
-    return [n for function in stages for n in adv.options_of(function)] + critic
+    sampling = ["dynamic_sampling"] if algorithm.dynamic_sampling else []
+    return [n for function in stages for n in adv.options_of(function)] + critic + sampling
 
 
 if __name__ == "__main__":

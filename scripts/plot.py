@@ -96,9 +96,12 @@ def main(args: Args) -> None:
     runs = [(str(config[args.by]), records) for config, records in read_runs]
     config = read_runs[0][0]
     names = dict.fromkeys(k for _, records in runs for r in records for k in r)
-    panels = [(f"reward/{n}", f"sampled reward: {n}") for n in config["rewards"]]
+    beside = ("_correlation", "/abstained", "/timeout", "/error", "/zero_std", "reward/total")
+    rewards = [n for n in names if n.startswith("reward/") and not n.endswith(beside)]
+    panels = [(n, f"sampled reward: {n.removeprefix('reward/')}") for n in rewards]
     panels += [("rollout/response_tokens", "response tokens")]
-    evals = [n for n in names if n.startswith("eval/") and not n.endswith("response_tokens")]
+    counts = ("response_tokens", "truncated")
+    evals = [n for n in names if n.startswith("eval/") and n.count("/") == 3 and not n.endswith(counts)]
     panels += [(n, "held-out " + n.removeprefix("eval/").replace("/", ": ")) for n in evals]
     panels += [("rollout/logprob_diff", "trainer against engine: mean |log-prob gap|")]
     columns = min(4, len(panels)) if len(panels) != 6 else 3

@@ -78,7 +78,7 @@ def test_uneven_groups_stand_alone(stage):
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.3, 0.35, 0.7, 1 / 3])
 def test_equal_rewards_give_exactly_zero(stage, size, value):
     got = scores(stage, [[value] * size], [1.0], [0] * size)
-    assert (got == 0).all() and not adv.has_signal(got, torch.zeros(size))[0]
+    assert (got == 0).all() and not adv.has_signal(got, torch.zeros(size), torch.ones(size, 1).bool())[0]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_whole_algorithm_equals_its_oracle(alone, name, case, poison):
     known = {"old_logprobs": dirty[1], "ref_logprobs": dirty[2], "old_values": dirty[4], "rollout_logprobs": dirty[3]}
     batch = SimpleNamespace(rows=slice(0, 6), response_mask=mask, **known)
     batch.put = lambda part, to: losses.Batch.put(batch, part, to)
-    r = train.rollout_of(cfg, [([batch], None)], own, mask, {0: 6})
+    r = train.rollout_of(cfg, [([batch], None)], SimpleNamespace(scores=own, response_mask=mask), {0: 6})
     numbers = cfg.numbers(adv.BATCH_STAGES[cfg.spec.batch_stage])
     advantages, returns = adv.token_advantages(name, r, False, **numbers)
     want = oracles.advantages_of(
@@ -415,9 +415,9 @@ def test_observation_of_rewards_that_nearly_cancel(alone):
     graded = (components, scored, [1.0], torch.tensor([0, 0, 1, 1]))
     s = adv.group_scores("gdpo", *graded)
     adv.measure(meter, ["a"], *graded, s, adv.contributions("gdpo", *graded, s))
-    assert meter.reduce()["reward/a_zero_std"] == 0  # of the second group nothing is known
+    assert meter.reduce()["reward/a/zero_std"] == 0  # of the second group nothing is known
     constant, _ = measured([1, 1, 1])
-    assert "reward/a_b_correlation" not in constant and constant["reward/b_zero_std"] == 1
+    assert "reward/a_b_correlation" not in constant and constant["reward/b/zero_std"] == 1
     assert constant["advantage/a_share"] == 1 and constant["advantage/b_share"] == 0
 
 

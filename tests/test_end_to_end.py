@@ -18,7 +18,7 @@ def test_quickstart_shows_progress_learns_a_policy_and_says_where_everything_is(
     assert [line.split(" |")[0] for line in lines if line.startswith("step ")] == ["step 0/2", "step 1/2", "step 2/2"]
     for mode in ("greedy", "sampled"):
         for reward in ("correctness", "format"):
-            (line,) = [x for x in lines if x.startswith(f"eval/{mode}/{reward}: ")]
+            (line,) = [x for x in lines if x.startswith(f"eval/chain_sum/{mode}/{reward}: ")]
             assert re.fullmatch(r".*: [\d.]+ before, [\d.]+ after 2 steps", line)
     assert f"run folder: {run_dir}" in lines and f"curves: {run_dir / 'curves.png'}" in lines
     assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG" and (run_dir / "model" / "config.json").exists()
@@ -54,8 +54,25 @@ def test_gsm8k_on_two_ranks(tmp_path):
     assert result.returncode == 0, result.stderr[-4000:]
     assert re.search(r"training prompts: (200|1\d\d)\b", result.stdout)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["rollout/logprob_diff"] < 0.1 and "eval/greedy/correctness" in last
-    assert len((tmp_path / "run" / "eval" / "greedy_000001.jsonl").read_text().splitlines()) == 3
+    assert last["rollout/logprob_diff"] < 0.1 and f"eval/{tmp_path.name}/greedy/correctness" in last
+    assert len((tmp_path / "run" / "eval" / tmp_path.name / "greedy_000001.jsonl").read_text().splitlines()) == 3
+
+
+def test_an_exported_model_is_evaluated(quickstart, tmp_path):
+    """The export of a run, by the run's folder: greedy it answers as the run's last evaluation; sampled, pass@k."""
+    _, run_dir = quickstart
+    argv = ["--model", run_dir, "--config", "scripts/quickstart.yaml", "--eval-prompts", "6", "--eval-samples", "3"]
+    result = launch(0, "scripts/evaluate.py", *argv, "--run-dir", tmp_path / "out", timeout=240)
+    assert result.returncode == 0, result.stderr[-4000:]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert results["eval/chain_sum/greedy/format"] == pytest.approx(last["eval/chain_sum/greedy/format"], abs=0.2)
+    chances = [results[f"eval/chain_sum/sampled/format/pass@{k}"] for k in (1, 2, 3)]
+    assert chances == sorted(chances) and f"eval/chain_sum/sampled/format/pass@3: {chances[2]:.4f}" in result.stdout
+    for mode, count in (("greedy", 6), ("sampled", 18)):
+        lines = (tmp_path / "out" / "eval" / "chain_sum" / f"{mode}_000000.jsonl").read_text().splitlines()
+        assert len(lines) == count and {"question", "response", "correctness", "format"} <= json.loads(lines[0]).keys()
+    assert (tmp_path / "out" / "config.yaml").exists()
 
 
 def test_plot_of_several_runs(quickstart, tmp_path):

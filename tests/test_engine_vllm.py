@@ -38,5 +38,9 @@ def test_seeds_repeat_and_differ(seen):
     assert len(set(flat)) >= 0.9 * len(flat)  # over ranks, prompts and samples
 
 
+def test_what_is_forgotten_changes_no_bit_of_what_follows(seen):
+    assert all(seen[0]["repeats after others"])
+
+
 def test_every_eos_id_ends_a_response(seen):
     assert all(a == [True, "stop"] for a in seen[0]["stops at any eos"])

@@ -191,17 +191,19 @@ def test_every_row_once_an_epoch_whatever_the_step(tokenizer):
 
 def test_held_out_rows_never_train(tmp_path, embedded):
     cfg = train.Config(dataset="rg:chain_sum", dataset_params="{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}")
-    _, _, prompts, held_out = ro.load_data(cfg, str(embedded))
+    _, _, prompts, sets = ro.load_data(cfg, str(embedded))
+    held_out = sets["chain_sum"]
     assert prompts.num_held_out > 0 and not {tuple(i) for i in prompts.token_ids} & {tuple(i) for i in held_out.token_ids}
     with_eval = ro.load_data(train.Config(**{**vars(cfg), "eval_every": 5}), str(embedded))[2]
     assert with_eval.token_ids == prompts.token_ids  # evaluation does not change what is trained on
     other = write(tmp_path / "eval.jsonl", ROWS[:5])
-    mixed = ro.load_data(train.Config(**{**vars(cfg), "eval_every": 5, "eval_dataset": other}), str(embedded))[3]
-    assert len(mixed.rows) == 5 and mixed.digest() != held_out.digest()
+    both = ro.load_data(train.Config(**{**vars(cfg), "eval_every": 5, "eval_datasets": (other, "rg:chain_sum")}), str(embedded))
+    assert list(both[3]) == ["eval", "chain_sum"] and len(both[3]["eval"].rows) == 5
+    assert both[3]["chain_sum"].digest() == held_out.digest() and both[2].token_ids == prompts.token_ids
     few = write(tmp_path / "few.jsonl", ROWS[:3])
     with pytest.raises(ValueError, match="3 prompts are left, fewer than --prompts-per-step 8"):
         ro.load_data(train.Config(dataset=few), str(embedded))
-    with pytest.raises(ValueError, match="name --eval-dataset"):
+    with pytest.raises(ValueError, match="name other --eval-datasets"):
         ro.load_data(train.Config(dataset=few, eval_every=1), str(embedded))
     with pytest.raises(ValueError, match="has 8192 positions"):
         ro.load_data(train.Config(dataset=few, max_prompt_tokens=8192), str(embedded))

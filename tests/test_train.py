@@ -1,6 +1,7 @@
 """train.py: configuration, and whole runs on real processes with the reference engine."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -236,14 +237,17 @@ def test_configuration_table_names_every_field():
 def test_trained_tokens_come_from_lengths_and_leave_out_what_nobody_scored():
     samples = make_samples([3], longest=4)
     scored = torch.tensor([[True, False], [False, False], [True, True]])
-    mask = ro.trained_tokens(samples, scored, 6)
+    mask = ro.trained_tokens(samples, scored, 6, finished_only=False)
     assert mask.sum(1).tolist() == [len(samples[0].response_ids), 0, len(samples[2].response_ids)] and mask.shape == (3, 6)
     assert mask[0, 0] and not mask[0, 5]
+    samples[2] = dataclasses.replace(samples[2], finish_reason="length")
+    assert ro.trained_tokens(samples, scored, 6, finished_only=True).any(1).tolist() == [True, False, False]
+    assert ro.trained_tokens(samples, scored, 6, finished_only=False).equal(mask)
 
 
 # ---------------------------------------------------------------------------------------------- runs
 
-BASE = ["--engine", "hf", "--dtype", "float32", "--rewards", "length", "vowels", "--max-prompt-tokens", "128"]
+BASE = ["--engine", "hf", "--dtype", "float32", "--rewards", "letters", "vowels", "--max-prompt-tokens", "128"]
 BASE += ["--max-response-tokens", "10", "--prompts-per-step", "6", "--samples-per-prompt", "3", "--lr", "1e-3"]
 BASE += ["--dataset-params", "{size: 40}"]
 
@@ -263,6 +267,9 @@ MANY = ["--steps", "2", "--micro-batch-tokens", "200", "--no-export", "--kl-coef
 SEVERAL = ["--optimizer-steps-per-rollout", "2"]
 EVALS = ["--eval-every", "1", "--eval-modes", "greedy", "sampled", "--eval-prompts", "7"]
 RUNS = {name: ["--algorithm", name, *([] if a.requires_on_policy_updates else SEVERAL)] for name, a in adv.ALGORITHMS.items()}
+SETS = ["--eval-datasets", "rg:chain_sum", "more=rg:chain_sum", "--eval-temperature", "0.8", "--eval-samples", "5"]
+SETS += ["--eval-rewards", "letters", "odd", "--eval-max-response-tokens", "12"]
+EVALS += SETS
 RUNS["gdpo"] += [*EVALS, "--epochs-per-rollout", "2", "--micro-batch-tokens", "60", "--shadow", "grpo", "reinforce_plus_plus"]
 RUNS["ppo"] += ["--shadow", "ppo", "gdpo", "--normalize-advantages"]
 RUNS |= {
@@ -281,14 +288,19 @@ RUNS |= {
     "stale": ["--algorithm", "grpo", "--push-every", "2", "--mismatch", "mask", "--mismatch-level", "sequence", "--lr", "0.02"],
     "hook": ["--algorithm", "grpo", "--reward-hook", "tests/hooks.py:best_of_group", "--dual-clip", "3"],
     "epochs": ["--algorithm", "grpo", "--epochs-per-rollout", "2", "--mismatch-level", "sequence"],
-    "plain": ["--algorithm", "dapo", "--no-normalize-rewards", "--mismatch", "none"],
+    "plain": ["--algorithm", "dapo", "--no-normalize-rewards", "--mismatch", "none", "--dynamic-sampling", "False"],
+    "unwatched": [a for a in RUNS["gdpo"] if a not in EVALS],  # gdpo without evaluation
+    "filtered": ["--algorithm", "dapo", "--rewards", "odd", "--samples-per-prompt", "2", "--optimizer-steps-per-rollout", "3"],
+    "penalised": ["--algorithm", "gdpo", "--truncated-responses", "penalise", "--reward-weights", "truncated=0.5"],
 }
 
 
-SILENT = {
-    "silent": ["--algorithm", "grpo", "--rewards", "silent", "--weight-decay", "0.1"]
-}  # nothing is scored, no token trained on
-COMPARED = ["gdpo", "gspo", "reinforce_plus_plus", "ppo", "following", "stale"]  # on one process too
+SILENT = {  # no token is trained on: nothing is scored, all are flat, or all are cut and masked
+    "silent": ["--algorithm", "grpo", "--rewards", "silent", "--weight-decay", "0.1"],
+    "flat": ["--algorithm", "dapo", "--rewards", "silent", "truncated", "--max-refills", "2", "--weight-decay", "0.1"],
+    "cut": ["--algorithm", "gdpo", "--truncated-responses", "mask", "--optimizer-steps-per-rollout", "2"],
+}
+COMPARED = ["gdpo", "gspo", "reinforce_plus_plus", "ppo", "following", "stale", "filtered"]  # on one process too
 
 
 @pytest.fixture(scope="module")
@@ -361,20 +373,104 @@ def test_reference_follows_and_the_engine_may_be_stale(many):
     assert stale["policy/ratio"] == 1 and stale["policy/mismatch_weight"] < 1 and stale["policy/mismatch_outside"] > 0
 
 
-def test_a_batch_without_a_token_is_counted_and_changes_nothing(many):
-    for metrics in many[2]["silent"]:
-        assert metrics["loss/empty_batches"] == 1 and metrics["reward/silent_abstained"] == 18
-        assert "optim/grad_norm" not in metrics and metrics["rollout/groups_without_signal"] == 1
-        assert "reward/silent_zero_std" not in metrics and metrics["rollout/response_tokens"] > 0
+@pytest.mark.parametrize("name, batches", [("silent", 1), ("flat", 1), ("cut", 2)])
+def test_a_batch_without_a_token_is_counted_and_changes_nothing(many, name, batches):
+    for metrics in many[2][name]:
+        assert metrics["loss/empty_batches"] == batches and metrics["rollout/truncated"] > 0
+        assert "optim/grad_norm" not in metrics and "rollout/logprob_diff" not in metrics
+        assert metrics["rollout/response_tokens"] > 0
+        if name == "silent":
+            assert metrics["reward/silent/abstained"] == 18 and metrics["rollout/groups_without_signal"] == 1
+            assert "reward/silent/zero_std" not in metrics and metrics["rollout/refills"] == 0
+
+
+def samples_of(many, world, name, step):
+    lines = (many["folder"] / str(world) / name / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_groups_without_signal_are_replaced_and_counted(many):
+    """Two samples a prompt, reward 0 or 1: about half of the groups are flat. Every place is filled by one that is not."""
+    position = 0
+    for step, metrics in enumerate(many[2]["filtered"], 1):
+        groups = {}
+        for sample in samples_of(many, 2, "filtered", step):
+            groups.setdefault(sample["group"], []).append(sample)
+        assert list(groups) == list(range(len(groups))) and all(len(g) == 2 for g in groups.values())
+        dropped = {}
+        for group in groups.values():
+            values = {s["odd"] for s in group}
+            want = f"zero_std_{values.pop():.1f}" if len(values) == 1 else None
+            assert {s.get("dropped") for s in group} == {want}
+            if want:
+                dropped[want] = dropped.get(want, 0) + 1
+        assert len(groups) - sum(dropped.values()) == 6 and sum(dropped.values()) > 0
+        assert {n.removeprefix("rollout/dropped/"): v for n, v in metrics.items() if "/dropped/" in n} == dropped
+        every = [s for g in groups.values() for s in g]
+        assert metrics["rollout/prompts_sampled"] == len(groups) and metrics["rollout/refills"] > 0
+        assert metrics["rollout/prompts_missing"] == 0 and metrics["loss/empty_batches"] == 0
+        assert metrics["perf/tokens_sampled"] == sum(s["response_tokens"] for s in every)
+        assert metrics["rollout/tokens_dropped"] == sum(s["response_tokens"] for s in every if "dropped" in s)
+        assert metrics["reward/odd"] == pytest.approx(sum(s["odd"] for s in every) / len(every))  # of all that was sampled
+        assert metrics["rollout/groups_without_signal"] == sum(dropped.values()) / len(groups)
+        assert metrics["advantage/abs"] == pytest.approx(2**-0.5, rel=1e-4)  # of those trained on: each 1 and 0
+        position += len(groups)
+        assert metrics["rollout/epoch"] == position / 40
+    one, two = ([samples_of(many, world, "filtered", step) for step in (1, 2)] for world in (1, 2))
+    assert one == two
+
+
+def test_refills_have_a_limit(many, tiny, tmp_path, alone):
+    for step, metrics in enumerate(many[2]["flat"], 1):
+        assert metrics["rollout/refills"] == 2 and metrics["rollout/prompts_sampled"] == 18
+        assert metrics["rollout/prompts_missing"] == 6 and metrics["rollout/dropped/zero_std_-1.0"] == 18
+        assert {s["dropped"] for s in samples_of(many, 2, "flat", step)} == {"zero_std_-1.0"}
+    argv = ["--model", tiny, *BASE, *RUNS["dapo"], "--rewards", "truncated", "--max-refills", "1", "--refill-exhausted", "stop"]
+    with pytest.raises(RuntimeError, match=r"6 of 6 places have no group with signal after 12 prompts .--max-refills 1."):
+        train.train(parse(*argv, "--run-dir", tmp_path / "run"), alone)
+
+
+def test_evaluation_changes_nothing_in_training(many):
+    """Two data sets, two modes, five samples: every number and response of training is bit-equal without them."""
+    for step, (with_it, without) in enumerate(zip(many[2]["gdpo"][1:], many[2]["unwatched"], strict=True), 1):
+        trained = {n: v for n, v in with_it.items() if not n.startswith(("eval/", "perf/"))}
+        assert trained == {n: v for n, v in without.items() if not n.startswith("perf/")}
+        assert samples_of(many, 2, "gdpo", step) == samples_of(many, 2, "unwatched", step)
+
+
+def test_held_out_figures_are_those_of_the_responses(many):
+    """pass@k over all draws of k of the five samples; means; every prompt once, at its own temperature and length."""
+    for step, metrics in enumerate(many[2]["gdpo"]):
+        for label, mode in itertools.product(("chain_sum", "more"), ("greedy", "sampled")):
+            path = many["folder"] / "2" / "gdpo" / "eval" / label / f"{mode}_{step:06d}.jsonl"
+            samples, before = [json.loads(line) for line in path.read_text().splitlines()], f"eval/{label}/{mode}/"
+            groups = [[s for s in samples if s["group"] == g] for g in range(7)]
+            count = 1 if mode == "greedy" else 5
+            assert all(len(g) == count for g in groups) and len({s["question"] for s in samples}) == 7
+            assert max(s["response_tokens"] for s in samples) == 12 and "vowels" not in samples[0]
+            assert metrics[before + "odd"] == pytest.approx(sum(s["odd"] for s in samples) / len(samples))
+            assert metrics[before + "truncated"] == sum(s["finish_reason"] == "length" for s in samples)
+            for k in (1, 2, 4, 5):
+                name = f"{before}odd/pass@{k}"
+                assert (name in metrics) == (k <= count)
+                if k <= count:
+                    draws = [any(s["odd"] for s in d) for g in groups for d in itertools.combinations(g, k)]
+                    assert metrics[name] == pytest.approx(sum(draws) / len(draws))
+        assert "eval/more/sampled/odd/pass@3" not in metrics
+
+
+def test_truncated_responses_are_penalised_by_a_reward_of_their_own(many):
+    for metrics in many[2]["penalised"]:
+        assert metrics["rollout/truncated"] == 18 and metrics["reward/truncated"] == -1
+    assert parse("--truncated-responses", "penalise", "--reward-weights", "truncated=0.5").weights == [1, 1, 0.5]
 
 
 def test_hooks_and_raw_rewards_are_used(many):
     for metrics in many[2]["hook"]:
         assert metrics["advantage/max"] == 1 and metrics["advantage/distinct_per_group"] <= 2
     for step, metrics in enumerate(many[2]["plain"], 1):
-        lines = (many["folder"] / "2" / "plain" / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        samples = [json.loads(line) for line in lines]
-        assert [s["score"] for s in samples] == pytest.approx([s["length"] + s["vowels"] for s in samples])
+        samples = samples_of(many, 2, "plain", step)
+        assert [s["score"] for s in samples] == pytest.approx([s["letters"] + s["vowels"] for s in samples])
         assert metrics["policy/mismatch_weight"] == 1
 
 
@@ -465,10 +561,12 @@ def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
     for step in (1, 2):
         samples = [json.loads(line) for line in (run_dir / "samples" / f"step_00000{step}.jsonl").read_text().splitlines()]
         assert [s["group"] for s in samples] == [g for g in range(6) for _ in range(3)]
-    answered = [json.loads(line)["question"] for line in (run_dir / "eval" / "greedy_000002.jsonl").read_text().splitlines()]
-    held_out = ro.load_data(
-        parse(*BASE[7:], "--eval-every", 2, "--eval-prompts", 5, "--model", tiny, "--rewards", "format"), tiny
-    )[3]
+    answered = [
+        json.loads(line)["question"]
+        for line in (run_dir / "eval" / "chain_sum" / "greedy_000002.jsonl").read_text().splitlines()
+    ]
+    cfg = parse(*BASE[7:], "--eval-every", 2, "--eval-prompts", 5, "--model", tiny, "--rewards", "format")
+    held_out = ro.load_data(cfg, tiny)[3]["chain_sum"]
     assert answered == [row["question"] for row in held_out.rows]  # each once, whatever the world size
     # one update a rollout: nothing was updated since sampling, so the ratio is exactly 1
     assert all(m["policy/ratio"] == 1.0 for m in metrics_of(run_dir) if "policy/ratio" in m)
@@ -535,7 +633,7 @@ def test_examples_of_the_readme_train(tmp_path, tiny, alone, monkeypatch, capfd,
     [
         ("loading the data failed on rank 1", "ro", "load_data", 1),
         ("sampling failed on rank 1", "ro", "sample_groups", 1),
-        ("grading failed on rank 0", "rw", "score", 0),
+        ("grading failed on rank 0", "ro", "grade", 0),
         ("forming batches failed on rank 1", "losses", "form_batches", 1),
         (None, "losses", "token_logprobs", 1),
         (None, "engine", "load_weights", 1),

@@ -47,6 +47,14 @@ def main(model_path: str, dtype_name: str, out: str) -> None:
     seen["ids"] = ids(first)
     seen["ids again"] = ids(engine.generate(PROMPTS, sampling, seeds))
     seen["ids of other seeds"] = ids(engine.generate(PROMPTS, sampling, [s + 1000 for s in seeds]))
+    # what was computed for other prompts that begin alike must not change a bit of what follows
+    alike = [[*PROMPTS[0][:200], 77, 78, 79], *PROMPTS[1:]]
+    engine.forget()
+    before = engine.generate(PROMPTS, sampling, seeds)
+    engine.forget()
+    engine.generate(alike, ro.Sampling(1, 0.0, 5, (2,)), seeds)
+    engine.forget()
+    seen["repeats after others"] = before == engine.generate(PROMPTS, sampling, seeds)
     greedy = engine.generate(PROMPTS, ro.Sampling(1, 0.0, 4, (2,)), seeds)[0][0].token_ids
     stopped = engine.generate(PROMPTS, ro.Sampling(1, 0.0, 4, (2, greedy[1])), seeds)[0][0]
     seen["stops at any eos"] = [stopped.token_ids == greedy[: greedy.index(greedy[1]) + 1], stopped.finish_reason]
