@@ -1,6 +1,7 @@
 """Reward functions, and the killable processes that run them.
 
-Public: `REWARDS`, `Reward`, `resolve`, `component_names`, `parse_weights`, `Graders`, `Graded`, `load_function`, `pass_at_k`,
+Public: `REWARDS`, `Reward`, `resolve`, `component_names`, `reward_table`,
+`parse_weights`, `Graders`, `Graded`, `load_function`, `pass_at_k`,
 and the built-in graders with what they read answers by (`final_answer`, `boxed`, `numbers_in`, `gold_number`).
 
 A reward function takes `(response, row)`: the response's text, cut before the end-of-sequence token, and the data set's row,
@@ -359,6 +360,18 @@ def component_names(rewards: Mapping[str, Reward]) -> tuple[str, ...]:
     return tuple(n for name, r in rewards.items() for n in ([f"{name}.{c}" for c in r.components] or [name]))
 
 
+def reward_table() -> str:
+    """REWARDS as a Markdown table: what each is (the first paragraph of its docstring), its range, and its flags."""
+    lines = ["| reward | what it is | range | flags |", "| --- | --- | --- | --- |"]
+    for name, r in REWARDS.items():
+        what = " ".join((inspect.getdoc(r.function) or "-").split("\n\n")[0].split()).removesuffix(".").replace("|", "\\|")
+        flags = [p.name for p in inspect.signature(r.function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        said = " ".join(f"`--{f.replace('_', '-')}`" for f in flags) or "-"
+        bounds = "any" if r.range is None else f"{r.range[0]:g} to {r.range[1]:g}"
+        lines.append(f"| {name} | {what} | {bounds} | {said} |")
+    return "\n".join(lines)
+
+
 def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
     """`name=weight` texts to one weight a component, in the order of `names`; one that is not named has weight 1.
 
@@ -491,7 +504,7 @@ def _bind(reward: Reward, settings: Mapping[str, Any]) -> Callable:
 
 # A host process, started clean (no torch, no threads), loads the reward functions and forks workers: a worker costs a few
 # milliseconds and shares the host's imports. Each has a socket of its own to the training process, so none can break another's.
-# A worker leads its own session; the host is the reaper of whatever a grader leaves behind, and ends it.
+# Whatever a grader starts becomes the host's child when its parent ends, and the host ends it.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -508,10 +521,9 @@ def _end_orphans(workers: set[int]) -> None:
 
 
 def _end_worker(pid: int) -> int:
-    """In the host: kill a worker with its process group; how it ended: an exit code, or minus a signal."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
+    """In the host: kill a worker; how it ended: an exit code, or minus a signal."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -556,15 +568,12 @@ def serve(control_fd: int) -> None:
             control.send(str(how).encode())
         else:
             break  # the training process is gone
-    for pid in workers:
-        _end_worker(pid)
-    _end_orphans(set())
+    _end_orphans(set())  # workers, and what they started
 
 
 def _work(descriptor: int, calls: Mapping, timeout: float, memory: int) -> None:
     """A worker: one call after another, until the socket closes. What a grader prints goes nowhere. Never returns."""
     try:
-        os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
@@ -707,7 +716,7 @@ class Graders:
             self.check()
             ours, theirs = socket.socketpair()
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # half a message, or one that is not read, ends in an error
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 10, 0))
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 2, 0))
             pid = self._ask(b"start", [theirs.fileno()])
             theirs.close()
             if pid is not None:
@@ -777,7 +786,8 @@ class Graders:
                     lost(task, {"error": f"its process ended ({self._retire(worker) or 'with the host'})"})
                 else:
                     fill(task, answer)
-            for worker in [w for w in self.workers if w.deadline <= time.monotonic()]:
+            now = time.monotonic()  # an answer that has come while this process waited elsewhere is in time
+            for worker in [w for w in self.workers if w.deadline <= now and not w.channel.poll()]:
                 lost(worker.task, {"timeout": f"no value within {self.timeout:g} s"})
                 self._retire(worker)
 

@@ -243,6 +243,8 @@ class Config:
     """Project name there."""
     list_algorithms: bool = False
     """Print the algorithms with their capabilities, and leave."""
+    list_rewards: bool = False
+    """Print the built-in rewards with the flags that they read, and leave."""
     list_metrics: bool = False
     """Print the metrics with their formulas, and leave."""
 
@@ -329,7 +331,7 @@ def read_config_file(path: str) -> list[str]:
         raise ValueError(f"--config {path}: {e}") from e
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
-    types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in ("config", "list_algorithms", "list_metrics")}
+    types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in ("config", *LISTS)}
     arguments, problems, seen = [], [], set()
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -372,7 +374,7 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
         named += [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
         from_file = read_config_file(named[-1]) if named else []
         cfg = tyro.cli(Config, args=[*from_file, *argv], prog=prog, console_outputs=not quiet)
-        listing = cfg.list_algorithms or cfg.list_metrics
+        listing = any(getattr(cfg, name) for name in LISTS)
         problems = registry_problems() or ([] if listing else find_problems(cfg))
         if problems:
             raise ValueError("the configuration cannot run:\n  - " + "\n  - ".join(problems))
@@ -625,9 +627,7 @@ def make_run_dir(cfg: Config, run_dir: Path) -> None:
     """A folder that describes its run: configuration, command line, git revision and diff, package versions."""
     run_dir.mkdir(parents=True, exist_ok=bool(cfg.run_dir))
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cfg).items()}
-    text = yaml.safe_dump(
-        {k: v for k, v in plain.items() if k not in ("config", "list_algorithms", "list_metrics")}, sort_keys=False
-    )
+    text = yaml.safe_dump({k: v for k, v in plain.items() if k not in ("config", *LISTS)}, sort_keys=False)
     (run_dir / "config.yaml").write_text(text)
     (run_dir / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
     (run_dir / "git_revision.txt").write_text(git("rev-parse", "HEAD"))
@@ -1139,6 +1139,9 @@ class Log:
         parts = []
         if "reward/total" in m:
             parts.append(" ".join(f"{n} {m.get(f'reward/{n}', float('nan')):.3f}" for n in self.cfg.components))
+            if m["rollout/refills"]:
+                kept = self.cfg.prompts_per_step - m["rollout/prompts_missing"]
+                parts.append(f"{kept:.0f} of {m['rollout/prompts_sampled']:.0f} prompts kept")
             parts.append(f"tokens {m['rollout/response_tokens']:.1f}")
             parts.append(f"logprob_diff {m.get('rollout/logprob_diff', float('nan')):.4f}")
             parts += [f"grad {m['optim/grad_norm']:.3f}"] if "optim/grad_norm" in m else []
@@ -1258,12 +1261,10 @@ def sum_up(run_dir: Path) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run `argv`; exit code 0 after a whole run, 2 for a wrong configuration, 1 for any other failure."""
     cfg = parse(argv)
-    if cfg.list_algorithms:
-        print(adv.algorithm_table(adv.ALGORITHMS, numbers_of))
-        return
-    if cfg.list_metrics:
-        print(du.metric_table())
-        return
+    for name, table in LISTS.items():
+        if getattr(cfg, name):
+            print(table())
+            return
     run_process(train, cfg)
 
 
@@ -1288,6 +1289,12 @@ def numbers_of(algorithm: adv.Algorithm) -> list[str]:
     sampling = ["dynamic_sampling"] if algorithm.dynamic_sampling else []
     return [n for function in stages for n in adv.options_of(function)] + critic + sampling
 
+
+LISTS = {  # flags that print a table
+    "list_algorithms": lambda: adv.algorithm_table(adv.ALGORITHMS, numbers_of),
+    "list_rewards": rw.reward_table,
+    "list_metrics": du.metric_table,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

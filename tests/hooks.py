@@ -1,4 +1,4 @@
-"""A reward hook for the tests of --reward-hook."""
+"""A reward hook, and functions that do not fit, for the tests of --reward-hook and --rewards."""
 
 import torch
 
@@ -7,3 +7,18 @@ def best_of_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """1 for the best sample of each group, 0 for the others."""
     best = torch.stack([rewards[groups == g].max() for g in groups])
     return (rewards == best).double()
+
+
+def three(response, row, more):
+    """It takes one argument too many."""
+
+
+def needs(response, row, *, width):
+    """A setting that is no flag."""
+
+
+class Unfit:
+    """Its instances take one argument."""
+
+    def __call__(self, response):
+        return 1.0

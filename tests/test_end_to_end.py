@@ -94,5 +94,7 @@ def test_every_command_of_the_readme_is_run_here_or_by_the_checks():
         "bash scripts/test.sh",  # this
         "python train.py --config scripts/quickstart.yaml",  # `quickstart`
         "torchrun --nproc-per-node 2 train.py --config scripts/gsm8k.yaml --steps 10",  # test_gsm8k_on_two_ranks
+        # test_an_exported_model_is_evaluated
+        "python scripts/evaluate.py --model runs/a --config scripts/quickstart.yaml --eval-samples 8",
         "python scripts/plot.py runs/a runs/b runs/c --by algorithm --out compare.png",  # test_plot_of_several_runs
     ]

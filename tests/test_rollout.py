@@ -304,6 +304,76 @@ def test_hf_engine_refuses_a_partial_push(tiny):
         engine.load_weights(iter([(n, p) for n, p in engine.model.named_parameters()][1:]))
 
 
+def test_ids_of_the_loss_are_the_engines_whatever_the_text(tokenizer):
+    """Ids that no encoding of the text would give: a split merge, half an emoji, a special token spelt out, or inside."""
+    emoji = tokenizer("\U0001f600", add_special_tokens=False)["input_ids"]
+    spelt = [i for c in "<|im_end|>" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
+    letters = [tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in "the"]
+    assert len(emoji) > 1 and len(tokenizer("the", add_special_tokens=False)["input_ids"]) == 1 and len(spelt) > 1
+    odd = [emoji[:1], spelt, letters, [*letters, 1, *letters], [2]]
+
+    class Fixed:
+        def generate(self, prompts, sampling, seeds):
+            return [[ro.Response([*ids, 2], [-1.0] * (len(ids) + 1), "stop") for ids in odd] for _ in prompts]
+
+    prompts = ro.build_prompts(rows_of("a"), tokenizer, ro.PromptFormat(), 100, "drop", "--dataset")
+    samples = ro.sample_groups(Fixed(), tokenizer, prompts, [0], [0], ro.Sampling(5, 1.0, 90, (2,)), [0])
+    texts = [s.text for s in samples]
+    assert "\ufffd" in texts[0] and texts[1:3] == ["<|im_end|>", "the"]
+    assert any(tokenizer(t, add_special_tokens=False)["input_ids"] != ids for t, ids in zip(texts, odd))
+    mask = ro.trained_tokens(samples, torch.ones(5, 1).bool(), 90, finished_only=True)
+    batch = losses.collate(samples, mask[:, : max(len(s.response_ids) for s in samples)], torch.device("cpu"))
+    for i, ids in enumerate(odd):
+        assert batch.targets[i][batch.response_mask[i]].tolist() == [*ids, 2]
+
+
+# ---------------------------------------------------------------------------------------------- dynamic sampling
+
+
+def scored_of(groups, components, lengths, scores=None):
+    """Scored of one rank: rewards by sample (None: abstained), mask from lengths."""
+    samples = [ro.Sample([1], [5] * n, [-1.0] * n, "stop", "", {}, g) for g, n in zip(groups, lengths)]
+    scored = torch.tensor([[v is not None] for v in components])
+    values = torch.tensor([[v or 0.0] for v in components], dtype=torch.float64)
+    mask = torch.arange(4)[None] < torch.tensor(lengths)[:, None]
+    return ro.Scored(samples, values, scored, values[:, 0] if scores is None else torch.tensor(scores).double(), mask)
+
+
+def test_groups_are_judged_with_a_reason():
+    """As the advantage judges them: equal as float32, whatever abstained; a tolerance would drop the last group."""
+    rewards = [1, 1, 0, 1, None, None, 0.25, None, 0.5, None, 0, 1, 10000, 10000.005, 1, 1 + 1e-9]
+    groups = [3, 3, 4, 4, 0, 0, 7, 7, 8, 8, 5, 5, 1, 1, 2, 2]
+    lengths = [2, 2, 2, 1, 2, 2, 1, 1, 0, 0, 0, 0, 2, 2, 2, 2]
+    part = scored_of(groups, rewards, lengths)
+    judged = ro.judge(part, [2.0], filters=True)
+    want = {3: "zero_std_2.0", 4: None, 0: "unreadable_reward", 7: "zero_std_0.5", 8: "zero_std_1.0", 5: "all_truncated"}
+    assert {g: v.dropped for g, v in judged.items()} == want | {1: None, 2: "zero_std_2.0"}
+    assert {g: v.num_tokens for g, v in judged.items()} == {3: 4, 4: 3, 0: 4, 7: 2, 8: 0, 5: 0, 1: 4, 2: 4}
+    kept = ro.judge(part, [2.0], filters=False)
+    assert all(v.dropped is None for v in kept.values()) and [v.num_tokens for v in kept.values()] == [
+        judged[g].num_tokens for g in kept
+    ]
+
+
+def test_refills_go_where_groups_are_fewest():
+    assert ro.owners([0, 0, 0], 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert ro.owners([3, 0, 1], 4) == [1, 1, 2, 1] and ro.owners([2, 2], 0) == []
+
+
+def test_optimizer_batches_are_as_even_as_the_groups_divide():
+    def verdict(tokens=5, dropped=None):
+        return ro.Verdict(dropped, tokens)
+
+    full = {g: verdict() for g in (4, 1, 0, 3, 2, 5)}
+    assert ro.optimizer_batches(full, 3) == ({0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}, 0)
+    assert ro.optimizer_batches(full | {1: verdict(dropped="zero_std_0.0"), 6: verdict()}, 2)[0] == {
+        0: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 1,
+    }  # fmt: skip
+    assert ro.optimizer_batches({0: verdict(), 5: verdict()}, 3) == ({0: 0, 5: 1}, 1)  # two groups fill no three batches
+    assert ro.optimizer_batches({0: verdict(0), 1: verdict(0), 2: verdict(), 3: verdict(0)}, 2) == ({2: 1, 3: 1}, 1)
+    assert ro.optimizer_batches({0: verdict(dropped="all_truncated")}, 2) == ({}, 2)
+
+
 def test_text_is_cut_at_eos_and_ids_are_the_engines(tokenizer):
     class Fixed:
         def generate(self, prompts, sampling, seeds):

@@ -18,6 +18,7 @@ from conftest import ROOT, launch, make_samples
 import advantages as adv
 import dist_utils as du
 import losses
+import rewards as rw
 import rollout as ro
 import train
 
@@ -139,6 +140,42 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--eval-every", "1", "--eval-modes"), "each once"),
         (("--warmup-steps", "5", "--steps", "5"), "has 5 optimizer steps"),
         (("--lrr", "1"), "--lr"),
+        (
+            ("--rewards", "format", "overlng"),
+            "did you mean overlong?); there are correctness, gsm8k, rg, math, multiple_choice",
+        ),
+        (("--rewards", "tests/hooks.py:best"), "tests/hooks.py has no function best; it has best_of_group"),
+        (
+            ("--rewards", "tests/hooks.py:three"),
+            "reward three: is called with (response, row): missing a required argument: 'more'",
+        ),
+        (
+            ("--rewards", "tests/hooks.py:needs"),
+            "reward needs: keyword-only width must have a default, or be a field of Config",
+        ),
+        (("--rewards", "tests/hooks.py:Unfit"), "reward Unfit: is called with (response, row): too many positional arguments"),
+        (
+            ("--algorithm", "grpo", "--reward-hook", "tests/hooks.py:three"),
+            "is called with (rewards, groups): missing a required",
+        ),
+        (("--rewards", "reward_model"), "reward reward_model: needs --reward-model"),
+        (
+            ("--reward-model", "x"),
+            "--reward-model x: no reward of this run reads it. Drop the flag, or add --rewards reward_model",
+        ),
+        (("--rewards", "format", "--answer-in", "boxed"), "or add --rewards correctness|gsm8k"),
+        (("--overlong-buffer", "5"), "--overlong-buffer 5: no reward of this run reads it"),
+        (("--rewards", "overlong", "--overlong-buffer", "0"), "--overlong-buffer 0: must be at least 1"),
+        (("--reward-weights", "frmat=1"), "with a name out of correctness, format"),
+        (("--grader-timeout", "0"), "--grader-timeout 0.0: must be a positive"),
+        (("--grader-failure", "ignore"), "--grader-failure"),
+        (("--max-refills", "3"), "--max-refills 3: there are no refills without --dynamic-sampling True"),
+        (("--refill-exhausted", "stop"), "--refill-exhausted stop: there are no refills"),
+        (("--algorithm", "ppo", "--samples-per-prompt", "1", "--dynamic-sampling", "True"), "a group of one sample never has"),
+        (("--eval-samples", "4"), "--eval-samples 4: greedy responses are all alike. Add --eval-modes sampled"),
+        (("--eval-datasets", "rg:chain_sum", "rg:chain_sum"), "two are called chain_sum. Name them: name=place"),
+        (("--eval-datasets", "x/.y"), "'.y' is no name for its metrics. Give one: name=x/.y"),
+        (("--eval-rewards", "acuracy"), "--eval-rewards acuracy: unknown"),
     ],
 )
 def test_wrong_command_lines(capsys, argv, says):
@@ -222,8 +259,9 @@ def test_all_problems_in_one_message(capsys):
     assert err.count("\n  - ") == 3
 
 
-def test_lists_equal_the_readme(capsys):
-    for flag in ("--list-algorithms", "--list-metrics"):
+def test_lists_equal_the_readme(capsys, monkeypatch):
+    monkeypatch.setattr(rw, "REWARDS", {n: r for n, r in rw.REWARDS.items() if r.function.__module__ == "rewards"})
+    for flag in ("--list-algorithms", "--list-rewards", "--list-metrics"):
         train.main([flag])
         assert capsys.readouterr().out.strip() in README, f"the README's table is not the output of {flag}"
 
@@ -382,6 +420,7 @@ def test_a_batch_without_a_token_is_counted_and_changes_nothing(many, name, batc
         if name == "silent":
             assert metrics["reward/silent/abstained"] == 18 and metrics["rollout/groups_without_signal"] == 1
             assert "reward/silent/zero_std" not in metrics and metrics["rollout/refills"] == 0
+            assert {s["silent"] for s in samples_of(many, 2, name, 1)} == {None}  # and not 0
 
 
 def samples_of(many, world, name, step):
@@ -610,7 +649,27 @@ def test_a_push_that_does_nothing_stops_the_run(tmp_path, tiny):
     assert result.returncode != 0 and "over --max-logprob-diff 0.2" in result.stderr
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda b: b[3:].split(".py")[0])
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_rewards_of_the_readme_train(tmp_path, tiny, alone, monkeypatch):
+    """The file as it stands there: one function, a batched one, and one with two components, each logged and weighed."""
+    forgotten = []
+    monkeypatch.setattr(ro.HFEngine, "forget", lambda self: forgotten.append(1))
+    (block,) = [b for b in BLOCKS if "from rewards import Reward" in b]
+    path = tmp_path / "mine.py"
+    path.write_text(block)
+    rewards = ["--rewards", "format", f"{path}:tone", f"{path}:brevity", f"{path}:steps", "--reward-weights", "steps.lines=0.1"]
+    argv = ["--model", tiny, *BASE, "--steps", "1", "--no-export", "--run-dir", tmp_path / "run", *rewards]
+    train.train(parse(*argv, "--eval-every", "1", "--eval-prompts", "2"), alone)
+    _, metrics = metrics_of(tmp_path / "run")
+    assert len(forgotten) == 2  # after each evaluation, so that training does not depend on it
+    assert {"reward/tone", "reward/brevity", "reward/steps.lines", "reward/brevity/timeout"} <= metrics.keys()
+    assert metrics["optim/grad_norm"] > 0
+    assert "steps.lines 0.1, steps.sure 1" in train.equation(parse(*rewards))
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "train.main" in b], ids=lambda b: b[3:].split(".py")[0])
 def test_examples_of_the_readme_train(tmp_path, tiny, alone, monkeypatch, capfd, block):
     """ "Add an algorithm" and "Add a loss": the files as they stand there, two steps, and what the run says of itself."""
     monkeypatch.setattr(adv, "ALGORITHMS", dict(adv.ALGORITHMS))
@@ -633,7 +692,8 @@ def test_examples_of_the_readme_train(tmp_path, tiny, alone, monkeypatch, capfd,
     [
         ("loading the data failed on rank 1", "ro", "load_data", 1),
         ("sampling failed on rank 1", "ro", "sample_groups", 1),
-        ("grading failed on rank 0", "ro", "grade", 0),
+        ("grading held-out prompts failed on rank 0", "ro", "grade", 0),
+        ("judging groups failed on rank 1", "ro", "judge", 1),
         ("forming batches failed on rank 1", "losses", "form_batches", 1),
         (None, "losses", "token_logprobs", 1),
         (None, "engine", "load_weights", 1),
@@ -643,7 +703,8 @@ def test_examples_of_the_readme_train(tmp_path, tiny, alone, monkeypatch, capfd,
 def test_a_failure_on_one_rank_ends_all(tmp_path, tiny, phase, module, function, rank):
     options = {"fail": [module, function, rank]}
     began = time.monotonic()
-    result, run_dir = run(2, tmp_path, tiny, "--steps", "2", options=options, timeout=60)
+    evaluates = ["--eval-every", "1", "--eval-prompts", "3"] if phase and "held-out" in phase else []
+    result, run_dir = run(2, tmp_path, tiny, "--steps", "2", *evaluates, options=options, timeout=60)
     assert result.returncode != 0 and f"ValueError: injected into {function}" in result.stderr
     assert result.stderr.count("Traceback (most recent call last):\n  File") <= 2 or phase is None
     if phase:
