@@ -545,6 +545,6 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     ),
     "eval/<set>/<mode>/<name>/abstained": ("responses that the reward did not score; likewise /timeout and /error", "sum"),
     "eval/<set>/<mode>/response_tokens": ("length of a response", "mean"),
-    "eval/<set>/<mode>/truncated": ("responses that were cut at the limit", "sum"),
+    "eval/<set>/<mode>/num_truncated": ("responses that were cut at the limit", "sum"),
 }
 PHASES = ("sample", "grade", "forward", "advantage", "update", "push", "eval", "other")

@@ -18,10 +18,10 @@ import contextlib
 import ctypes
 import difflib
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import numbers
 import os
@@ -30,6 +30,7 @@ import re
 import resource
 import signal
 import socket
+import string
 import struct
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,13 +57,23 @@ NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\
 class Reward:
     """A reward function and what it is."""
 
-    function: Callable  # or async; or a class, made once with its settings, whose instances are called
+    function: Callable  # or async; or a class, made once in each worker with its settings, whose instances are called
     batched: bool = False  # takes (responses, rows) of all samples of a rank, and returns one value for each
     components: tuple[str, ...] = ()  # keys of the mapping that it returns; none: it returns a number
     range: tuple[float, float] | None = None  # smallest and largest value that it may return
     in_process: bool = False  # runs in the training process, without a deadline: for trusted models only
-    imports: tuple[str, ...] = ()  # modules that are loaded once, before its first call
+    warm_up: tuple[str, Mapping] | None = None  # an example, called once before workers are forked: what it loads, they have
     place: str | None = None  # path.py:name of a user's own
+
+    def __post_init__(self) -> None:
+        """Errors: ValueError for what cannot be a reward."""
+        if not callable(self.function):
+            raise ValueError(f"Reward({self.function!r:.100}): expected a function or a class")
+        names = self.components
+        if not isinstance(names, tuple) or len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
+            raise ValueError(f"Reward(components={names!r:.200}): expected a tuple of different names of letters, digits and _")
+        if self.range is not None and not self.range[0] <= self.range[1]:
+            raise ValueError(f"Reward(range={self.range}): expected (smallest, largest)")
 
     @property
     def is_async(self) -> bool:
@@ -73,15 +85,21 @@ class Reward:
 # ---------------------------------------------------------------------------------------------- reading an answer
 
 
-def boxed(text: str) -> str | None:
-    """What the last \\boxed{...} with balanced braces holds, None without one."""
+def _last_box(text: str) -> tuple[int, str] | None:
+    """(where it starts, what it holds) of the last \\boxed{...} with balanced braces."""
     for found in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
         depth = 1
         for end in range(found.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
-                return text[found.end() : end].strip()
+                return found.start(), text[found.end() : end].strip()
     return None
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{...} with balanced braces holds, None without one."""
+    found = _last_box(text)
+    return None if found is None else found[1]
 
 
 def _after_hash(text: str) -> str | None:
@@ -94,16 +112,20 @@ def _tagged(text: str) -> str | None:
     return tags[-1].strip() if tags else None
 
 
-def _marked(text: str) -> str | None:
-    """The last answer tag, else what follows the last `####`, else the last box, else None."""
-    return next((said for find in (_tagged, _after_hash, boxed) if (said := find(text)) is not None), None)
+def marked_answers(text: str) -> list[str]:
+    """What the text marks as its answer, the likeliest first: the last answer tag alone; else what stands on the line after the
+    last `####` and in the last box, the later of them first; [] without a mark."""
+    tag, line, box = _tagged(text), _after_hash(text), _last_box(text)
+    if tag is not None:
+        return [tag]
+    found = [(text.rfind("####"), line)] if line is not None else []
+    return [said for _, said in sorted(found + ([box] if box else []), reverse=True)]
 
 
 def final_answer(response: str) -> str:
-    """What a response says its answer is: the last answer tag, else what follows the last `####`, else the last
-    \\boxed{...}, else the whole text. The whole response is searched, however much follows the answer."""
-    said = _marked(response)
-    return response.strip() if said is None else said
+    """What a response says its answer is: the first of `marked_answers`, else the whole text. The whole response is searched,
+    however much follows the answer."""
+    return next(iter(marked_answers(response)), response.strip())
 
 
 def numbers_in(text: str) -> list[float]:
@@ -118,7 +140,15 @@ def gold_number(answer: object) -> float | None:
     return found[-1] if found and (mark or len(found) == 1) else None
 
 
-ANSWER_PLACES = {"any": final_answer, "hash": _after_hash, "boxed": boxed, "tag": _tagged, "last": str}
+def _any_number(response: str) -> str:
+    """The likeliest marked answer that holds a number (a `####` may be a heading); a tag alone; without one the whole text."""
+    marked = marked_answers(response)
+    if _tagged(response) is not None:
+        return marked[0]
+    return next((said for said in marked if numbers_in(said)), response)
+
+
+ANSWER_PLACES = {"any": _any_number, "hash": _after_hash, "boxed": boxed, "tag": _tagged, "last": str}
 
 
 # ---------------------------------------------------------------------------------------------- built-in graders
@@ -141,8 +171,8 @@ def gsm8k(response: str, row: Mapping, *, answer_in: str = "any") -> float | Non
     """1 where the last number of the answer equals the row's, within 1e-6, else 0; abstains where the row's is no one number.
 
     answer_in: where the answer stands. hash: the line after the last `####`; boxed: the last \\boxed{}; tag: the last
-    <answer></answer>; last: the whole text, so its last number; any: tag, else hash, else boxed, else last. It counts however
-    much text follows.
+    <answer></answer>; last: the whole text, so its last number; any: tag, else the later of hash and boxed that holds a number,
+    else last. It counts however much text follows.
     """
     gold, said = gold_number(row["answer"]), ANSWER_PLACES[answer_in](response)
     if gold is None:
@@ -161,53 +191,72 @@ def correctness(response: str, row: Mapping, *, answer_in: str = "any") -> float
 def math_answer(response: str, row: Mapping) -> float | None:
     """1 where math-verify finds the answer equal to the row's, as LaTeX or as an expression, else 0.
 
-    The answer is an answer tag's or a line after `####`, else what math-verify extracts (a box, or the last expression).
-    Abstains where the row's answer cannot be read. math-verify's own time limits are off: they do not work in threads and do
+    The answer is an answer tag's, else a box's, else the line after `####`, else what math-verify extracts of the whole text.
+    Abstains where the row has no answer. math-verify's own time limits are off: they do not work in threads and do
     not stop long arithmetic; the grader's deadline does.
     """
     from math_verify import parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits that are off, at every call
+
     def read(text: str) -> list:
         said = _tagged(text)
-        said = _after_hash(text) if said is None else said
+        if said is None and boxed(text) is None:
+            said = _after_hash(text)
         return parse(text if said is None else f"\\boxed{{{said}}}", parsing_timeout=None)
 
-    answer = str(row["answer"])
-    gold = read(answer if _marked(answer) is not None or "$" in answer else f"<answer>{answer}</answer>")
+    answer = _text(row["answer"])
+    gold = answer and read(answer if marked_answers(answer) or "$" in answer else f"<answer>{answer}</answer>")
     return float(verify(gold, read(response), timeout_seconds=None)) if gold else None
 
 
 def multiple_choice(response: str, row: Mapping) -> float | None:
     """1 where the chosen label is the row's, else 0; abstains where the row's answer is none of its choices.
 
-    Choices are the row's `choices` or `options` (a list, or {"text": [...], "label": [...]}), labelled A, B, ... unless it says
-    otherwise. The response's label stands in an answer tag, after `####` or in a box, else after the last "answer is" or
-    "answer:", else is the whole response.
+    Choices are the row's `choices` or `options`: a list, labelled A, B, ...; {"text": [...], "label": [...]}; or {label: text}.
+    The response's label is what `marked_answers` finds (or the text of a choice there), or stands after the last "answer is"
+    or "answer:", or is all that the response says; text may follow it behind a bracket, full stop or colon; "option",
+    Markdown, \\( \\) and \\text{} around it are left aside. Lower case counts where an answer is marked.
     """
-    choices = row.get("choices", row.get("options")) or []
-    texts = choices["text"] if isinstance(choices, Mapping) else choices
-    labels = [str(c) for c in choices["label"]] if isinstance(choices, Mapping) else list("ABCDEFGHIJ")[: len(texts) or None]
+    choices, labels = row.get("choices", row.get("options")) or [], list(string.ascii_uppercase)
+    if isinstance(choices, Mapping):
+        labels, choices = (choices["label"], choices["text"]) if "label" in choices else (choices.keys(), choices.values())
+    texts = list(choices)
+    labels = [str(label) for label in labels][: len(texts) or None]
     answer, gold = row["answer"], None
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+    answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(labels) and texts:
         gold = labels[answer]
     elif str(answer).strip(" ().:") in labels:
         gold = str(answer).strip(" ().:")
-    elif answer in texts:
-        gold = labels[list(texts).index(answer)]
+    elif answer in texts and texts.index(answer) < len(labels):
+        gold = labels[texts.index(answer)]
     if gold is None:
         return None
-    said, label = _marked(response), "|".join(map(re.escape, labels))
-    if said is None:
-        named = re.findall(rf"answer(?:\s+is|\s*:)\s*\(?({label})(?!\w)", response, re.IGNORECASE)
-        said = named[-1] if named else response
-    match = re.fullmatch(rf"\W*({label})(?!\w)(?:[).:\s].*)?", said.strip(), re.DOTALL | re.IGNORECASE)
+    plain = re.sub(r"\\text\w*\{([^{}]*)\}|[*_$]|\\[()]", r"\1", response)
+    label = rf"(?i:(?:option|choice)\s+)?\(?({'|'.join(map(re.escape, labels))})"
+    rest, marked = r"\s*(?:[).:].*)?", marked_answers(plain)
+    named = re.findall(rf"(?i:answer\s*(?:is\s*:?|:))\s*{label}(?!\w)(?!\s+\w)", plain)
+    if marked and marked[0] in texts:
+        return float(labels[texts.index(marked[0])] == gold)
+    if marked:
+        match = re.fullmatch(label + rest, marked[0], re.DOTALL | re.IGNORECASE)
+    else:
+        match = re.fullmatch(label + rest, named[-1] if named else plain.strip(), re.DOTALL)
     return float(match is not None and match[1].upper() == gold.upper())
 
 
-def exact_match(response: str, row: Mapping) -> float:
-    """1 where the final answers of response and row are the same text, white space apart, else 0."""
-    said, gold = (" ".join(final_answer(str(text)).split()) for text in (response, row["answer"]))
-    return float(said == gold)
+def _text(answer: object) -> str:
+    """A row's answer as text: "" for none; a whole number that a column of floats holds as it was written, 20 for 20.0."""
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return "" if answer is None or answer != answer else str(answer).strip()
+
+
+def exact_match(response: str, row: Mapping) -> float | None:
+    """1 where the final answers of response and row are the same text, white space apart, else 0; abstains without one."""
+    said, gold = (" ".join(final_answer(text).split()) for text in (response, _text(row["answer"])))
+    return float(said == gold) if gold else None
 
 
 def tag_format(response: str, row: Mapping, *, format_tags: Sequence[str] = ("answer",)) -> float:
@@ -273,7 +322,8 @@ class RewardModel:
             said = f"{model.config.num_labels} labels and untrained {sorted(loading['missing_keys'])}"
             raise ValueError(f"--reward-model {reward_model}: has {said}; expected a trained head with one label")
         self.model = model.to(self.device).eval()
-        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self.limit = min(positions, self.tokenizer.model_max_length)  # some models keep positions for padding
 
     def ids(self, response: str, row: Mapping) -> list[int]:
         """Token ids of one text."""
@@ -288,7 +338,7 @@ class RewardModel:
         """The model's score of each response; None where the text is longer than its positions."""
         torch, scores = self.torch, [None] * len(responses)
         texts = [self.ids(response, row) for response, row in zip(responses, rows, strict=True)]
-        fits = [i for i, ids in enumerate(texts) if self.limit is None or len(ids) <= self.limit]
+        fits = [i for i, ids in enumerate(texts) if len(ids) <= self.limit]
         fits.sort(key=lambda i: len(texts[i]))  # texts of one length together: little padding
         pad = self.model.config.get_text_config().pad_token_id
         for part in (fits[i : i + self.batch] for i in range(0, len(fits), self.batch)):
@@ -311,16 +361,24 @@ class RewardModel:
 
 
 @functools.cache
+def _run_file(path: Path) -> ModuleType:
+    """The module that a user's file makes; it is run once, and sees the modules beside it."""
+    spec = importlib.util.spec_from_file_location(f"user_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_function(place: str, flag: str = "--reward-hook") -> Callable | Reward:
     """The function, class or Reward at `path.py:name`; the file is run, once. Errors: ValueError naming `flag` and the file."""
     path, _, name = place.rpartition(":")
     if not path.endswith(".py") or not name:
         raise ValueError(f"{flag} {place}: expected path.py:function")
     try:
-        spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", Path(path).expanduser())
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up there
-        spec.loader.exec_module(module)
+        module = _run_file(Path(path).expanduser().resolve())
     except (Exception, SystemExit) as e:
         raise ValueError(f"{flag} {place}: running {path} (seen from {Path.cwd()}) gave {type(e).__name__}: {e}") from e
     found = getattr(module, name, None)
@@ -328,6 +386,10 @@ def load_function(place: str, flag: str = "--reward-hook") -> Callable | Reward:
         functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise ValueError(f"{flag} {place}: {path} has no function {name}; it has {', '.join(functions) or 'none'}")
     return found
+
+
+TAKEN = ("total", "group", "question", "answer", "response", "finish_reason", "response_tokens", "score", "dropped")
+TAKEN += ("num_truncated",)  # beside the rewards, in metrics and in files of samples
 
 
 def resolve(asked: Sequence[str], flag: str = "--rewards") -> dict[str, Reward]:
@@ -349,6 +411,10 @@ def resolve(asked: Sequence[str], flag: str = "--rewards") -> dict[str, Reward]:
             raise ValueError(f"{flag} {text}: unknown{hint}; there are {', '.join(REWARDS)}, or path.py:function")
         if name in found:
             raise ValueError(f"{flag} {' '.join(asked)}: two are called {name}; name each once")
+        if name in TAKEN:
+            raise ValueError(
+                f"{flag} {text}: {name} is what a metric or a column of the samples is called; rename the function"
+            )
         found[name] = reward
     if not found:
         raise ValueError(f"{flag}: name at least one reward")
@@ -382,6 +448,8 @@ def parse_weights(names: Sequence[str], weights: Sequence[str]) -> list[float]:
         name, equals, number = text.partition("=")
         if not equals or name not in parsed:
             raise ValueError(f"--reward-weights {text}: expected name=number with a name out of {', '.join(names)}")
+        if [w.partition("=")[0] for w in weights].count(name) > 1:
+            raise ValueError(f"--reward-weights {' '.join(weights)}: {name} is given twice")
         try:
             parsed[name] = float(number)
         except ValueError:
@@ -467,15 +535,17 @@ def _call(name: str, reward: Reward, function: Callable, responses: list, rows: 
     """Outcomes of one call, a sample each: {"values": [...]}, or {"timeout": text}, or {"error": text}. Errors: BadValue."""
 
     def said(e: BaseException) -> dict:
-        return {"error": f"{type(e).__name__}: {e}"[:500]}
+        try:
+            return {"error": f"{type(e).__name__}: {e}"[:500]}
+        except Exception:
+            return {"error": f"{type(e).__name__}, which cannot be printed"}
 
     async def one(response: str, row: Mapping) -> dict:
         try:
-            return {"returned": await asyncio.wait_for(function(response, row), timeout)}
-        except TimeoutError:
-            return {"timeout": f"no value within {timeout:g} s"}
+            async with asyncio.timeout(timeout) as limit:
+                return {"returned": await function(response, row)}
         except BaseException as e:
-            return said(e)
+            return {"timeout": f"no value within {timeout:g} s"} if limit.expired() else said(e)
 
     async def together() -> list[dict]:
         return await asyncio.gather(*map(one, responses, rows))
@@ -508,15 +578,18 @@ def _bind(reward: Reward, settings: Mapping[str, Any]) -> Callable:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def _end_orphans(workers: set[int]) -> None:
-    """In the host: kill every child that is not a worker, and whatever comes up from below it."""
+def _children() -> set[int]:
     import psutil
 
-    while orphans := [p.pid for p in psutil.Process().children() if p.pid not in workers]:
+    return {p.pid for p in psutil.Process().children()}
+
+
+def _end_orphans(known: set[int]) -> None:
+    """In the host: kill every child that is not `known`, and whatever comes up from below it."""
+    while orphans := _children() - known:
         for pid in orphans:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
 
@@ -529,23 +602,28 @@ def _end_worker(pid: int) -> int:
 
 def serve(control_fd: int) -> None:
     """The host: read what to load from stdin, then start and end workers as the training process says, until it is gone."""
+    import psutil
+
     setup = pickle.load(sys.stdin.buffer)
     sys.path[:] = setup["path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # while it loads, it does not see the training process end
     control, workers = socket.socket(fileno=control_fd), set()
     try:
         calls = {}
         for name, (place, packed, settings) in setup["rewards"].items():
             reward = load_function(place, "--rewards") if place else pickle.loads(packed)
             reward = reward if isinstance(reward, Reward) else Reward(reward)
-            for module in reward.imports:
-                importlib.import_module(module)
-            calls[name] = (reward, _bind(reward, settings))
+            calls[name] = (reward, settings)
+            if reward.warm_up is not None:
+                _bind(reward, settings)(*reward.warm_up)
     except BaseException as e:
         control.send(json.dumps(f"reward {name}: {type(e).__name__}: {e}"[:2000]).encode())
         return
+    libc.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # from here on it does, and ends what is left
+    memory = setup["memory"] + psutil.Process().memory_info().data  # what is loaded is not the grader's
     control.send(b"null")
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 64, 1)
@@ -554,7 +632,7 @@ def serve(control_fd: int) -> None:
             if pid == 0:
                 control.close()
                 libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                _work(descriptors[0], calls, setup["timeout"], setup["memory"])
+                _work(descriptors[0], calls, setup["timeout"], memory)
             os.close(descriptors[0])
             workers.add(pid)
             control.send(str(pid).encode())
@@ -572,7 +650,8 @@ def serve(control_fd: int) -> None:
 
 
 def _work(descriptor: int, calls: Mapping, timeout: float, memory: int) -> None:
-    """A worker: one call after another, until the socket closes. What a grader prints goes nowhere. Never returns."""
+    """A worker: make what is a class, say so, then one call after another until the socket closes. What a grader prints goes
+    nowhere. Never returns."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
@@ -581,19 +660,34 @@ def _work(descriptor: int, calls: Mapping, timeout: float, memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # where memory runs out all the same, a grader goes first
             Path("/proc/self/oom_score_adj").write_text("1000")
-        channel, me, here, threads = Connection(descriptor), os.getpid(), os.getcwd(), threading.active_count()
+        channel, functions = Connection(descriptor), {}
+        for name, (reward, settings) in calls.items():
+            try:
+                functions[name] = _bind(reward, settings)
+            except BaseException as e:
+                channel.send_bytes(json.dumps(f"reward {name}: {type(e).__name__}: {e}"[:2000]).encode())
+                return
+        channel.send_bytes(b"null")
+        # what it starts for itself may stay, what a call leaves behind spoils it
+        me, here, threads, helpers = os.getpid(), os.getcwd(), threading.active_count(), _children()
         while True:
             name, responses, rows = channel.recv()
             try:
-                outcomes = _call(name, *calls[name], responses, rows, timeout)
+                outcomes = _call(name, calls[name][0], functions[name], responses, rows, timeout)
             except BadValue as e:
                 outcomes = str(e)
             if os.getpid() != me:
                 os._exit(0)  # a grader forked, and both of them came back
-            spoiled = _has_children() or threading.active_count() > threads or os.getcwd() != here
+            spoiled = (
+                (_children() != helpers if helpers else _has_children())
+                or threading.active_count() > threads
+                or os.getcwd() != here
+            )
             channel.send_bytes(json.dumps([outcomes, spoiled]).encode())
-    finally:
+    except EOFError:
         os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _has_children() -> bool:
@@ -626,10 +720,12 @@ class _Worker:
 
 
 FAILURES = ("abstain", "zero", "stop")
+GIVE_UP = 4  # timeouts in a row for each worker, after which a reward's other calls of the batch are not tried
+LOAD_SECONDS, ANSWER_SECONDS = 600, 60  # that the host may take to load, and to start or end a worker
 
 
 class Graders:
-    """The reward functions of a run, each call in a killable process with a deadline.
+    """Reward functions, each call in a killable process with a deadline.
 
     Isolation is from accidents: a grader that hangs, forks, prints, exits, eats memory or raises costs its own call. It is no
     sandbox: graders run as the user does and see the user's files.
@@ -685,9 +781,17 @@ class Graders:
             self.host.stdin.close()
 
     def check(self) -> None:
-        """Wait until the host has loaded every function. Errors: RuntimeError naming the reward that does not load."""
+        """Wait until a worker can grade. Errors: RuntimeError naming the reward that does not load, or cannot be made."""
+        if self.host is not None and not self.workers:
+            self._start_worker()
+
+    def _wait_for_host(self) -> None:
         if not self.is_ready:
-            answer = self.control.recv(4096)
+            self.control.settimeout(LOAD_SECONDS)
+            try:
+                answer = self.control.recv(4096)
+            except TimeoutError:
+                raise RuntimeError(f"the graders did not start: loading took more than {LOAD_SECONDS} s") from None
             problem = json.loads(answer) if answer else f"their host ended with {self.host.wait()}"
             if problem is not None:
                 raise RuntimeError(f"the graders did not start: {problem}")
@@ -705,32 +809,46 @@ class Graders:
     def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> int | None:
         """The host's answer to one message; None where the host is gone (a grader may have killed it)."""
         try:
+            self.control.settimeout(ANSWER_SECONDS)
             socket.send_fds(self.control, [message], descriptors)
             answer = self.control.recv(64)
         except OSError:
+            self.host.kill()  # one that answers too late would answer the wrong question
+            self.host.wait()
             answer = b""
         return int(answer) if answer else None
 
-    def _start_worker(self) -> _Worker:
-        for _ in range(2):
-            self.check()
-            ours, theirs = socket.socketpair()
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # half a message, or one that is not read, ends in an error
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 2, 0))
-            pid = self._ask(b"start", [theirs.fileno()])
-            theirs.close()
-            if pid is not None:
-                self.workers.append(_Worker(pid, Connection(ours.detach())))
-                return self.workers[-1]
+    def _start_worker(self) -> _Worker | None:
+        """Another worker, ready to grade; None where the host is gone. Errors: RuntimeError, as `check`."""
+        self._wait_for_host()
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # half a message, or one that is not read, ends in an error
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 2, 0))
+        pid = self._ask(b"start", [theirs.fileno()])
+        theirs.close()
+        if pid is None:
             ours.close()
-            self._lose_host()
-        raise RuntimeError("the graders' host does not start")
+            self.host.wait()
+            return None
+        worker = _Worker(pid, Connection(ours.detach()))
+        self.workers.append(worker)
+        if not worker.channel.poll(LOAD_SECONDS):
+            raise RuntimeError(f"a grader did not start: its classes took more than {LOAD_SECONDS} s")
+        try:
+            problem = json.loads(worker.channel.recv_bytes(2**16))
+        except (EOFError, OSError, ValueError):
+            problem = "its process ended"
+        if problem is not None:
+            raise RuntimeError(f"a grader did not start: {problem}")
+        return worker
 
-    def _lose_host(self) -> None:
-        """The host was killed, and its workers with it: start another."""
-        self.host.kill()
-        self.close()
-        self._start_host()
+    def _idle(self) -> _Worker | None:
+        """A worker without a task; one that has ended meanwhile (memory is taken from graders first) is retired."""
+        for worker in [w for w in self.workers if w.task is None]:
+            if not worker.channel.poll():
+                return worker
+            self._retire(worker)
+        return None
 
     def _retire(self, worker: _Worker) -> str:
         """End a worker; how it had ended, in words."""
@@ -757,6 +875,8 @@ class Graders:
             for i, outcome in zip(task[1], outcomes, strict=True):
                 found[task[0]][i] = outcome
 
+        in_a_row: Counter = Counter()  # timeouts of a reward since it last answered
+
         def lost(task: tuple[str, list[int]], outcome: dict) -> None:
             name, indices = task
             if len(indices) > 1 and not self.rewards[name].batched:  # one of them is at fault: each alone
@@ -765,9 +885,18 @@ class Graders:
                 fill(task, [outcome] * len(indices))
 
         while tasks or any(w.task for w in self.workers):
-            idle = [w for w in self.workers if w.task is None]
-            while tasks and (idle or len(self.workers) < self.num_workers):
-                worker = idle.pop() if idle else self._start_worker()
+            if self.host.poll() is not None:  # killed, and its workers with it
+                for worker in [w for w in self.workers if w.task]:
+                    lost(worker.task, {"error": "its process ended with the graders' host"})
+                self.close()
+                self._start_host()
+            while tasks and ((worker := self._idle()) or len(self.workers) < self.num_workers):
+                if in_a_row[tasks[0][0]] >= GIVE_UP * self.num_workers:
+                    fill(task := tasks.popleft(), [{"timeout": "not tried, after many timeouts in a row"}] * len(task[1]))
+                    continue
+                worker = worker or self._start_worker()
+                if worker is None:
+                    break
                 worker.task = task = tasks.popleft()
                 grace = 2.0 if self.rewards[task[0]].is_async else 0.0  # it keeps a sample's deadline itself
                 worker.deadline = time.monotonic() + self.timeout + grace
@@ -776,7 +905,9 @@ class Graders:
                 except OSError:
                     pass  # it has died: seen below as the end of its channel
             busy = [w for w in self.workers if w.task]
-            patience = max(0.0, min(w.deadline for w in busy) - time.monotonic())
+            if not busy:
+                continue
+            patience = max(0.0, min(w.deadline for w in busy) - time.monotonic())  # seconds
             for channel in wait([w.channel for w in busy], timeout=patience):
                 worker = next(w for w in busy if w.channel is channel)
                 task, answer = worker.task, self._answer(worker)
@@ -786,8 +917,10 @@ class Graders:
                     lost(task, {"error": f"its process ended ({self._retire(worker) or 'with the host'})"})
                 else:
                     fill(task, answer)
+                    in_a_row[task[0]] = 0
             now = time.monotonic()  # an answer that has come while this process waited elsewhere is in time
             for worker in [w for w in self.workers if w.deadline <= now and not w.channel.poll()]:
+                in_a_row[worker.task[0]] += 1
                 lost(worker.task, {"timeout": f"no value within {self.timeout:g} s"})
                 self._retire(worker)
 
@@ -821,8 +954,8 @@ class Graders:
         finally:
             for worker in [w for w in self.workers if w.task]:
                 self._retire(worker)  # a call that nobody waits for
-            if self.host is not None and self.workers and self._ask(b"sweep") is None:
-                self._lose_host()
+            if self.workers:
+                self._ask(b"sweep")
         failures = {name: self._failures(name, found[name]) for name in names}
         spare = 0.0 if self.failure == "zero" else None
         width = {name: len(self.rewards[name].components) or 1 for name in names}
@@ -845,11 +978,12 @@ class Graders:
         return Counter(kind for _, kind, _ in failed)
 
 
+RG_ROW = {"scorer": "rg:chain_sum", "answer": "1", "metadata": {}}
 REWARDS: dict[str, Reward] = {
-    "correctness": Reward(correctness, range=(0, 1), imports=("reasoning_gym",)),
+    "correctness": Reward(correctness, range=(0, 1), warm_up=("1", RG_ROW)),
     "gsm8k": Reward(gsm8k, range=(0, 1)),
-    "rg": Reward(reasoning_gym, range=(0, 1), imports=("reasoning_gym",)),
-    "math": Reward(math_answer, range=(0, 1), imports=("math_verify",)),
+    "rg": Reward(reasoning_gym, range=(0, 1), warm_up=("1", RG_ROW)),
+    "math": Reward(math_answer, range=(0, 1), warm_up=("so $x = 1$ and \\boxed{\\frac12}", {"answer": "x + 1"})),
     "multiple_choice": Reward(multiple_choice, range=(0, 1)),
     "exact_match": Reward(exact_match, range=(0, 1)),
     "format": Reward(tag_format, range=(0, 1)),

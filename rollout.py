@@ -289,7 +289,7 @@ def eval_sets(cfg: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in cfg.eval_datasets or (cfg.dataset,):
         label, given, place = text.partition("=")
-        if not given or not re.fullmatch(r"[\w-]+", label):
+        if not given or not re.fullmatch(r"[\w.-]+", label):
             place, label = text, text.removeprefix("rg:") if text.startswith("rg:") else Path(text).expanduser().stem
         if not re.fullmatch(r"\w[\w.-]*", label):
             raise ValueError(f"--eval-datasets {text}: {label!r} is no name for its metrics. Give one: name={text}")
@@ -302,6 +302,8 @@ def eval_sets(cfg: Any) -> dict[str, str]:
 def load_held_out(cfg: Any, tokenizer: PreTrainedTokenizerBase, only_tasks: bool = False) -> dict[str, Prompts]:
     """The prompts of each held-out data set; with only_tasks, of those alone that are generated."""
     found = {}
+    if not cfg.eval_datasets and not only_tasks and Path(cfg.dataset).expanduser().is_file():
+        raise ValueError(f"--dataset {cfg.dataset}: is one file, with no held-out split; name other --eval-datasets")
     for label, name in eval_sets(cfg).items():
         is_task, is_file = name.startswith("rg:"), Path(name).expanduser().is_file()
         if only_tasks and not is_task:
@@ -320,9 +322,11 @@ def load_held_out(cfg: Any, tokenizer: PreTrainedTokenizerBase, only_tasks: bool
 def load_data(cfg: Any, model_path: str) -> tuple:
     """(tokenizer, EOS ids, training prompts, {label: held-out prompts})."""
     tokenizer = load_tokenizer(cfg, model_path)
-    own = Path(cfg.dataset).expanduser()
-    if cfg.eval_every and own.is_file() and own.resolve() in [Path(p).expanduser().resolve() for p in eval_sets(cfg).values()]:
-        raise ValueError(f"--eval-every {cfg.eval_every}: --dataset {cfg.dataset} is one file; name other --eval-datasets")
+    own, split = Path(cfg.dataset).expanduser().resolve(), cfg.dataset_split or "train"
+    for place in eval_sets(cfg).values() if cfg.eval_every else ():
+        file = Path(place).expanduser().resolve()
+        if file.is_file() and (file == own or (file.parent == own and file.stem.split("-")[0] == split)):
+            raise ValueError(f"--eval-datasets {place}: is what --dataset {cfg.dataset} trains on; name another file")
     # held-out rows of a task stay out of training also in a run without evaluation
     held_out = load_held_out(cfg, tokenizer, only_tasks=not cfg.eval_every)
     tasks = [held_out[label] for label, name in eval_sets(cfg).items() if name == cfg.dataset and name.startswith("rg:")]
@@ -577,9 +581,8 @@ def optimizer_batches(verdicts: Mapping[int, Verdict], num_batches: int) -> tupl
     A batch without a token to train on is left out.
     """
     kept = sorted(group for group, v in verdicts.items() if v.dropped is None)
-    count = min(num_batches, len(kept))
-    batch_of = {group: place * count // len(kept) for place, group in enumerate(kept)}
-    tokens = dict.fromkeys(range(count), 0)
+    batch_of = {group: place * num_batches // len(kept) for place, group in enumerate(kept)}
+    tokens = dict.fromkeys(range(num_batches), 0)
     for group, batch in batch_of.items():
         tokens[batch] += verdicts[group].num_tokens
     return {g: b for g, b in batch_of.items() if tokens[b]}, num_batches - sum(t > 0 for t in tokens.values())

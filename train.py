@@ -437,6 +437,15 @@ def find_problems(cfg: Config) -> list[str]:
         )
     if cfg.eval_samples > 1 and "sampled" not in cfg.eval_modes:
         problems.append(f"--eval-samples {cfg.eval_samples}: greedy responses are all alike. Add --eval-modes sampled")
+    if cfg.eval_temperature is not None and "sampled" not in cfg.eval_modes:
+        problems.append(f"--eval-temperature {cfg.eval_temperature}: greedy answers have none. Add --eval-modes sampled")
+    for name in ("eval_datasets", "eval_samples", "eval_temperature", "eval_max_response_tokens", "eval_rewards"):
+        value = getattr(cfg, name)
+        if value != getattr(Config, name) and not cfg.eval_every:
+            said = " ".join(value) if isinstance(value, tuple) else value
+            problems.append(
+                f"{_flag(name)} {said}: nothing is evaluated, as --eval-every is 0. Give --eval-every, or drop the flag"
+            )
     for name, known in (("aggregation", losses.AGGREGATIONS), ("kl_estimator", losses.KL_ESTIMATORS)):
         if getattr(cfg, name) is not None and getattr(cfg, name) not in known:
             problems.append(f"{_flag(name)} {getattr(cfg, name)}: unknown; there are {', '.join(known)}")
@@ -477,6 +486,13 @@ def find_problems(cfg: Config) -> list[str]:
         problems.append(f"--run-dir {cfg.run_dir}: is a file; name a new folder")
     elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()):
         problems.append(f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten")
+    for name in ("model", "reward_model"):
+        value = getattr(cfg, name) or ""
+        folder = Path(model_folder(cfg) if name == "model" else value).expanduser()
+        is_local = value.startswith((".", "/", "~")) or (value not in ("", "embedded") and folder.is_dir())
+        if is_local and not (folder / "config.json").exists():
+            said = "no model there, which has a config.json. A run exports one, unless --no-export"
+            problems.append(f"{_flag(name)} {value}: {said}")
     if cfg.model == "embedded" and not Path(model_folder(cfg), "config.json").exists():
         problems.append(f"--model embedded: {embedded_model_path()} is missing; run python scripts/prepare_model.py")
     return problems
@@ -490,7 +506,7 @@ def out_of_range(cfg: Config) -> list[str]:
     at_least_0 = "warmup_steps eval_every eval_prompts weight_decay seed reference_update_every kl_coef entropy_coef "
     at_least_0 += "critic_warmup_steps mismatch_low max_refills"
     positive = "lr max_grad_norm max_logprob_diff clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip "
-    positive += "grader_timeout grader_memory_gib eval_temperature"
+    positive += "eval_temperature"
     greedy = "a positive, finite number; greedy samples of a group are all alike, so nothing can be learned"
     ranges = (
         ("at least 1", lambda v: 1 <= v < math.inf, at_least_1),
@@ -498,6 +514,8 @@ def out_of_range(cfg: Config) -> list[str]:
         ("a positive, finite number", lambda v: 0 < v < math.inf, positive),
         (greedy, lambda v: 0 < v < math.inf, "temperature"),
         ("over 1, and finite; usual is 3", lambda v: 1 < v < math.inf, "dual_clip"),
+        ("over 0 and at most 86400, a day", lambda v: 0 < v <= 86400, "grader_timeout"),
+        ("over 0 and at most 16384", lambda v: 0 < v <= 16384, "grader_memory_gib"),
         ("over 0 and under 1", lambda v: 0 < v < 1, "adam_beta2 gpu_memory_utilization"),
         ("from 0 to 1", lambda v: 0 <= v <= 1, "gamma gae_lambda"),
         ("over 0 and at most 1, where no ratio is clipped below", lambda v: 0 < v <= 1, "clip_low"),
@@ -537,13 +555,13 @@ def unread_flags(cfg: Config) -> list[str]:
 def grader_problems(cfg: Config) -> list[str]:
     """What is wrong with the rewards' functions and settings. Errors: ValueError where a reward is not found at all."""
     problems, read = [], set()
-    for name, reward in (cfg.graders | cfg.eval_graders).items():
+    for name, reward in (*cfg.graders.items(), *cfg.eval_graders.items()):
         options = inspect.signature(reward.function).parameters.values()
-        settings = settings_of(cfg, reward)
+        settings = settings_of(cfg, reward, cfg.max_response_tokens)
         read |= set(settings)
         missing = [p.name for p in options if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in settings]
         problems += [
-            f"reward {name}: keyword-only {n} must have a default, or be a field of Config, as a flag is" for n in missing
+            f"reward {name}: keyword-only {n} must have a default, as it is none of {', '.join(REWARD_FLAGS)}" for n in missing
         ]
         if "reward_model" in settings and cfg.reward_model is None:
             problems.append(f"reward {name}: needs --reward-model")
@@ -551,12 +569,15 @@ def grader_problems(cfg: Config) -> list[str]:
         is_class = inspect.isclass(reward.function)
         called = reward.function.__call__ if is_class else reward.function
         try:
+            if is_class:
+                inspect.signature(reward.function).bind(**dict.fromkeys(adv.options_of(reward.function)))
+                if not any("__call__" in vars(parent) for parent in reward.function.__mro__):
+                    raise TypeError("its class has no __call__")
             itself = ("self",) if is_class else ()
             inspect.signature(called).bind(*itself, *wants, **dict.fromkeys(adv.options_of(called)))
         except TypeError as e:
             problems.append(f"reward {name}: is called with ({', '.join(wants)}): {e}")
-    given = {n: getattr(cfg, n) for n in ("answer_in", "format_tags", "overlong_buffer", "repetition_ngram", "reward_model")}
-    for name, value in given.items():
+    for name, value in ((n, getattr(cfg, n)) for n in REWARD_FLAGS):
         if value != getattr(Config, name) and name not in read:
             readers = [n for n, r in rw.REWARDS.items() if name in adv.options_of(r.function)]
             problems.append(
@@ -565,10 +586,13 @@ def grader_problems(cfg: Config) -> list[str]:
     return problems
 
 
-def settings_of(cfg: Config, reward: rw.Reward) -> dict:
-    """A reward's keyword-only parameters that are flags."""
-    flags = {f.name for f in dataclasses.fields(Config)}
-    return {name: getattr(cfg, name) for name in adv.options_of(reward.function) if name in flags}
+REWARD_FLAGS = ("answer_in", "format_tags", "overlong_buffer", "repetition_ngram", "reward_model")
+
+
+def settings_of(cfg: Config, reward: rw.Reward, longest: int) -> dict:
+    """A reward's keyword-only parameters that are flags of rewards; `longest` is the limit of the responses that it grades."""
+    known = {name: getattr(cfg, name) for name in REWARD_FLAGS} | {"max_response_tokens": longest}
+    return {name: known[name] for name in adv.options_of(reward.function) if name in known}
 
 
 def check_hook(place: str) -> None:
@@ -663,6 +687,7 @@ class Run:
     prompts: ro.Prompts
     held_out: dict[str, ro.Prompts]  # by data set
     graders: rw.Graders
+    held_out_graders: rw.Graders
     dtype: torch.dtype  # of compute and of the engine
     engine: ro.Engine
     policy: du.Learner
@@ -682,7 +707,11 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
     du.agree("the prompts", [p.digest() for p in (prompts, *held_out.values())])
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
     du.run_together("describing the run", describe if ranks.rank == 0 else no_work, cfg, ranks, model_path, prompts, held_out)
-    graders = du.run_together("starting the graders", start_graders, cfg)
+    graders = du.run_together("starting the graders", start_graders, cfg, cfg.graders, cfg.max_response_tokens)
+    held_out_graders = graders
+    if cfg.eval_every and (cfg.eval_rewards or cfg.eval_response_tokens != cfg.max_response_tokens):
+        request = (start_graders, cfg, cfg.eval_graders, cfg.eval_response_tokens)
+        held_out_graders = du.run_together("starting the graders of held-out responses", *request)
     dtype = du.compute_dtype(cfg.dtype, ranks.device)
     engine = load_engine(cfg, ranks, model_path, dtype)
     how = (torch.float32, cfg.activation_checkpointing)
@@ -698,15 +727,15 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
         reference = load_reference(cfg, model_path, dtype)
     order = ro.PromptOrder(len(prompts.rows), cfg.seed)
     log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
-    du.run_together("starting the graders", graders.check)
-    data = (tokenizer, eos, prompts, held_out, graders)
+    for started in (graders, held_out_graders):
+        du.run_together("starting the graders", started.check)
+    data = (tokenizer, eos, prompts, held_out, graders, held_out_graders)
     return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, policy, critic, reference, order, log)
 
 
-def start_graders(cfg: Config) -> rw.Graders:
-    """The processes of all rewards of the run; they load while the models do."""
-    rewards = cfg.graders | (cfg.eval_graders if cfg.eval_every else {})
-    settings = {name: settings_of(cfg, reward) for name, reward in rewards.items()}
+def start_graders(cfg: Config, rewards: dict[str, rw.Reward], longest: int) -> rw.Graders:
+    """The processes of some rewards, for responses of at most `longest` tokens; they load while the models do."""
+    settings = {name: settings_of(cfg, reward, longest) for name, reward in rewards.items()}
     limits = (cfg.grader_timeout, cfg.grader_workers, cfg.grader_memory_gib, cfg.grader_failure)
     return rw.Graders(rewards, settings, *limits)
 
@@ -876,6 +905,7 @@ def collect(run: Run, step: int, hook, ledger: du.Ledger, meter: du.Meter) -> tu
         said = f"{missing} of {cfg.prompts_per_step} places have no group with signal after {len(verdicts)} prompts"
         said += f" (--max-refills {cfg.max_refills})"
         if cfg.refill_exhausted == "stop":
+            write_step(run, step, ro.join(parts), verdicts)
             raise RuntimeError(f"step {step}: {said}. Take easier or harder prompts, or --refill-exhausted continue")
         if ranks.rank == 0:
             print(f"step {step}: {said}; training on the others", file=sys.stderr, flush=True)
@@ -911,6 +941,12 @@ def form_batches(
         formed.append((micro + [losses.empty_batch(device)] * (num_micro - len(micro)), total))
         meter.total("perf/tokens_computed", sum(b.input_ids.numel() for b in micro))
     return formed
+
+
+def write_step(run: Run, step: int, everything: ro.Scored, verdicts: dict[int, ro.Verdict]) -> None:
+    """All samples of a step as a file. Uses collectives."""
+    seen = (everything.components, everything.scored, everything.scores, verdicts)
+    ro.write_samples(run.run_dir / f"samples/step_{step:06d}.jsonl", everything.samples, run.cfg.components, *seen)
 
 
 @torch.no_grad()
@@ -978,6 +1014,7 @@ def update_policy(run: Run, batches: list[tuple], fresh: bool, meter: du.Meter) 
                 if batch.old_logprobs is None:
                     micro[i] = batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
                 loss = policy_loss(cfg, batch, logprobs, entropy, total, meter)
+                meter.total("loss/policy", loss.detach() / (len(batches) * cfg.epochs_per_rollout))
                 (loss * run.ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
             if epoch == number == 0:  # no weight has changed yet, and every batch has its old log-probs by now
                 check_mismatch(cfg, batches, fresh, meter)
@@ -991,6 +1028,7 @@ def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
         for micro, total in batches:
             for batch in micro:
                 share = critic_loss(cfg, batch, losses.token_values(run.critic.model, batch), total, meter)
+                meter.total("loss/value", share.detach() / (len(batches) * cfg.epochs_per_rollout))
                 (share * run.ranks.world_size).backward()
             run.critic.step(cfg.max_grad_norm, meter)
 
@@ -1022,7 +1060,6 @@ def policy_loss(
     metrics["policy/entropy"] = (entropy.detach().sum(), mask.sum())
     meter.means_of(metrics)
     share = losses.AGGREGATIONS[cfg.aggregation or cfg.spec.aggregation](token_loss, mask, total)
-    meter.total("loss/policy", share.detach() / cfg.updates_per_rollout)
     return share
 
 
@@ -1034,7 +1071,6 @@ def critic_loss(
     token_loss, metrics = losses.value_loss(values, batch.old_values, batch.returns, mask, cfg.number("value_clip"))
     meter.means_of(metrics)
     share = losses.token_mean(token_loss, mask, total)
-    meter.total("loss/value", share.detach() / cfg.updates_per_rollout)
     return share
 
 
@@ -1065,7 +1101,8 @@ def check_mismatch(cfg: Config, batches: list[tuple], fresh: bool, meter: du.Met
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Answer every held-out prompt over all ranks, in each mode, none left out; write the responses; return the metrics."""
     cfg, results = run.cfg, {}
-    names = tuple(cfg.eval_graders)
+    rewards = cfg.eval_graders
+    names = tuple(rewards)
     for (label, held_out), mode in itertools.product(run.held_out.items(), cfg.eval_modes):
         count, temperature = (1, 0.0) if mode == "greedy" else (cfg.eval_samples, cfg.eval_temperature or cfg.temperature)
         sampling = ro.Sampling(count, temperature, cfg.eval_response_tokens, run.eos)
@@ -1075,21 +1112,23 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
             print(f"answering {len(held_out.rows)} held-out prompts of {label}, {mode}", flush=True)
         request = (run.engine, run.tokenizer, held_out, mine, mine, sampling, seeds)
         samples = du.run_together("sampling held-out prompts", ro.sample_groups, *request)
-        graded = du.run_together("grading held-out prompts", ro.grade, run.graders, names, samples)
+        graded = du.run_together("grading held-out prompts", ro.grade, run.held_out_graders, names, samples)
         meter, before = du.Meter(), f"eval/{label}/{mode}/"
         measure_failures(meter, graded, before)
         for k, name in enumerate(graded.names):
             values, scored = graded.components[:, k], graded.scored[:, k]
             meter.mean(f"{before}{name}", values[scored].sum(), scored.sum())
             meter.total(f"{before}{name}/abstained", (~scored).sum())
-            for i in range(0, len(samples), count):  # a prompt's samples stand together
+            bounds = rewards[name.partition(".")[0]].range
+            passes = bounds is None or bounds[1] >= 1  # a penalty has no full mark
+            for i in range(0, len(samples) if passes else 0, count):  # a prompt's samples stand together
                 num_scored, num_passed = (int(x[i : i + count].sum()) for x in (scored, scored & (values >= 1)))
                 for num_drawn in {*(2**p for p in range(count.bit_length())), count}:
                     if num_drawn <= num_scored:
                         chance = rw.pass_at_k(num_scored, num_passed, num_drawn)
                         meter.mean(f"{before}{name}/pass@{num_drawn}", chance, 1)
         meter.mean(f"{before}response_tokens", sum(len(s.response_ids) for s in samples), len(samples))
-        meter.total(f"{before}truncated", sum(s.finish_reason == "length" for s in samples))
+        meter.total(f"{before}num_truncated", sum(s.finish_reason == "length" for s in samples))
         results |= meter.reduce()
         path = run.run_dir / f"eval/{label}/{mode}_{step:06d}.jsonl"
         ro.write_samples(path, samples, graded.names, graded.components, graded.scored)
@@ -1099,7 +1138,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 def is_headline(metric: str) -> bool:
     """Whether a metric is a held-out reward, and not a count beside it."""
-    return metric.startswith("eval/") and metric.count("/") == 3 and not metric.endswith(("response_tokens", "truncated"))
+    return metric.startswith("eval/") and metric.count("/") == 3 and not metric.endswith(("/response_tokens", "/num_truncated"))
 
 
 # ---------------------------------------------------------------------------------------------- logging and export
@@ -1221,8 +1260,7 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         # ---- log
         if step % TRIM_EVERY == 0 and ranks.device.type == "cpu":
             du.trim_memory()
-        seen = (everything.samples, cfg.components, everything.components, everything.scored, everything.scores, verdicts)
-        ro.write_samples(run.run_dir / f"samples/step_{step:06d}.jsonl", *seen)
+        write_step(run, step, everything, verdicts)
         meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
         ledger.close(meter, sum(len(s.response_ids) for s in everything.samples), ranks.world_size)
@@ -1237,7 +1275,8 @@ def finish(run: Run) -> None:
         du.export_model(run.policy.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
     du.run_together("closing the log", run.log.close)
     du.run_together("summing up", sum_up if run.ranks.rank == 0 else no_work, run.run_dir)
-    run.graders.close()
+    for graders in {run.graders, run.held_out_graders}:
+        graders.close()
     run.engine.close()
 
 

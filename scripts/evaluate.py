@@ -27,11 +27,11 @@ def main(cfg: train.Config, ranks: du.Ranks) -> None:
     held_out = du.run_together("loading the data", ro.load_held_out, cfg, tokenizer)
     du.agree("the prompts", [p.digest() for p in held_out.values()])
     du.run_together("making the run folder", train.make_run_dir if ranks.rank == 0 else train.no_work, cfg, run_dir)
-    graders = du.run_together("starting the graders", train.start_graders, cfg)
+    graders = du.run_together("starting the graders", train.start_graders, cfg, cfg.eval_graders, cfg.eval_response_tokens)
     engine = train.load_engine(cfg, ranks, model_path, du.compute_dtype(cfg.dtype, ranks.device))
     du.run_together("starting the graders", graders.check)
     known = {"tokenizer": tokenizer, "eos": ro.eos_token_ids(model_path, tokenizer), "held_out": held_out}
-    run = SimpleNamespace(cfg=cfg, ranks=ranks, run_dir=run_dir, engine=engine, graders=graders, **known)
+    run = SimpleNamespace(cfg=cfg, ranks=ranks, run_dir=run_dir, engine=engine, held_out_graders=graders, **known)
     results = train.evaluate(run, 0)
 
     def write() -> None:
@@ -46,4 +46,5 @@ def main(cfg: train.Config, ranks: du.Ranks) -> None:
 
 
 if __name__ == "__main__":
-    train.run_process(main, train.parse(["--eval-every", "1", *sys.argv[1:]], "evaluate.py"))
+    own_dir = [] if any(a.startswith("--run-dir") for a in sys.argv) else ["--run-dir", "None"]  # not a run's, of its --config
+    train.run_process(main, train.parse([*sys.argv[1:], "--eval-every", "1", *own_dir], "evaluate.py"))

@@ -100,7 +100,7 @@ def main(args: Args) -> None:
     rewards = [n for n in names if n.startswith("reward/") and not n.endswith(beside)]
     panels = [(n, f"sampled reward: {n.removeprefix('reward/')}") for n in rewards]
     panels += [("rollout/response_tokens", "response tokens")]
-    counts = ("response_tokens", "truncated")
+    counts = ("/response_tokens", "/num_truncated")
     evals = [n for n in names if n.startswith("eval/") and n.count("/") == 3 and not n.endswith(counts)]
     panels += [(n, "held-out " + n.removeprefix("eval/").replace("/", ": ")) for n in evals]
     panels += [("rollout/logprob_diff", "trainer against engine: mean |log-prob gap|")]

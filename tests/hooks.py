@@ -22,3 +22,17 @@ class Unfit:
 
     def __call__(self, response):
         return 1.0
+
+
+class Mute:
+    """Its instances cannot be called."""
+
+
+class Wants:
+    """It is made with an argument that is no setting."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, response, row):
+        return 1.0

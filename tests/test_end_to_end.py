@@ -59,14 +59,15 @@ def test_gsm8k_on_two_ranks(tmp_path):
 
 
 def test_an_exported_model_is_evaluated(quickstart, tmp_path):
-    """The export of a run, by the run's folder: greedy it answers as the run's last evaluation; sampled, pass@k."""
+    """The export of a run, by the run's folder and settings: greedy it answers as at the run's end; sampled, pass@k."""
     _, run_dir = quickstart
-    argv = ["--model", run_dir, "--config", "scripts/quickstart.yaml", "--eval-prompts", "6", "--eval-samples", "3"]
+    argv = ["--model", run_dir, "--config", run_dir / "config.yaml", "--eval-samples", "3"]
     result = launch(0, "scripts/evaluate.py", *argv, "--run-dir", tmp_path / "out", timeout=240)
     assert result.returncode == 0, result.stderr[-4000:]
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert results["eval/chain_sum/greedy/format"] == pytest.approx(last["eval/chain_sum/greedy/format"], abs=0.2)
+    now, then = (d / "eval" / "chain_sum" for d in (tmp_path / "out", run_dir))
+    assert (now / "greedy_000000.jsonl").read_text() == (then / "greedy_000002.jsonl").read_text()
+    assert (now / "greedy_000000.jsonl").read_text() != (then / "greedy_000000.jsonl").read_text()
     chances = [results[f"eval/chain_sum/sampled/format/pass@{k}"] for k in (1, 2, 3)]
     assert chances == sorted(chances) and f"eval/chain_sum/sampled/format/pass@3: {chances[2]:.4f}" in result.stdout
     for mode, count in (("greedy", 6), ("sampled", 18)):

@@ -203,8 +203,14 @@ def test_held_out_rows_never_train(tmp_path, embedded):
     few = write(tmp_path / "few.jsonl", ROWS[:3])
     with pytest.raises(ValueError, match="3 prompts are left, fewer than --prompts-per-step 8"):
         ro.load_data(train.Config(dataset=few), str(embedded))
-    with pytest.raises(ValueError, match="name other --eval-datasets"):
+    with pytest.raises(ValueError, match="is what --dataset .* trains on; name another file"):
         ro.load_data(train.Config(dataset=few, eval_every=1), str(embedded))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for place, own in ((few, few), (str(folder / "train.jsonl"), str(folder))):
+        write(folder / "train.jsonl", ROWS)
+        with pytest.raises(ValueError, match=r"--eval-datasets .* is what --dataset .* trains on"):
+            ro.load_data(train.Config(dataset=own, eval_every=1, eval_datasets=(place,)), str(embedded))
     with pytest.raises(ValueError, match="has 8192 positions"):
         ro.load_data(train.Config(dataset=few, max_prompt_tokens=8192), str(embedded))
 

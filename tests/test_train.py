@@ -151,7 +151,7 @@ def test_files_that_are_none(tmp_path, capsys):
         ),
         (
             ("--rewards", "tests/hooks.py:needs"),
-            "reward needs: keyword-only width must have a default, or be a field of Config",
+            "reward needs: keyword-only width must have a default, as it is none of answer_in, format_tags",
         ),
         (("--rewards", "tests/hooks.py:Unfit"), "reward Unfit: is called with (response, row): too many positional arguments"),
         (
@@ -167,7 +167,7 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--overlong-buffer", "5"), "--overlong-buffer 5: no reward of this run reads it"),
         (("--rewards", "overlong", "--overlong-buffer", "0"), "--overlong-buffer 0: must be at least 1"),
         (("--reward-weights", "frmat=1"), "with a name out of correctness, format"),
-        (("--grader-timeout", "0"), "--grader-timeout 0.0: must be a positive"),
+        (("--grader-timeout", "0"), "--grader-timeout 0.0: must be over 0"),
         (("--grader-failure", "ignore"), "--grader-failure"),
         (("--max-refills", "3"), "--max-refills 3: there are no refills without --dynamic-sampling True"),
         (("--refill-exhausted", "stop"), "--refill-exhausted stop: there are no refills"),
@@ -175,6 +175,18 @@ def test_files_that_are_none(tmp_path, capsys):
         (("--eval-samples", "4"), "--eval-samples 4: greedy responses are all alike. Add --eval-modes sampled"),
         (("--eval-datasets", "rg:chain_sum", "rg:chain_sum"), "two are called chain_sum. Name them: name=place"),
         (("--eval-datasets", "x/.y"), "'.y' is no name for its metrics. Give one: name=x/.y"),
+        (("--rewards", "tests/hooks.py:Mute"), "reward Mute: is called with (response, row): its class has no __call__"),
+        (
+            ("--rewards", "tests/hooks.py:Wants"),
+            "reward Wants: is called with (response, row): missing a required argument: 'p",
+        ),
+        (("--eval-samples", "4", "--eval-modes", "sampled"), "--eval-samples 4: nothing is evaluated, as --eval-every is 0"),
+        (("--eval-temperature", "0.5", "--eval-every", "1"), "--eval-temperature 0.5: greedy answers have none"),
+        (("--eval-rewards", "format"), "--eval-rewards format: nothing is evaluated"),
+        (("--grader-timeout", "1e7"), "--grader-timeout 10000000.0: must be over 0 and at most 86400"),
+        (("--grader-memory-gib", "1e12"), "must be over 0 and at most 16384"),
+        (("--model", "/nope"), "--model /nope: no model there"),
+        (("--model", "tests"), "--model tests: no model there"),
         (("--eval-rewards", "acuracy"), "--eval-rewards acuracy: unknown"),
     ],
 )
@@ -306,7 +318,7 @@ SEVERAL = ["--optimizer-steps-per-rollout", "2"]
 EVALS = ["--eval-every", "1", "--eval-modes", "greedy", "sampled", "--eval-prompts", "7"]
 RUNS = {name: ["--algorithm", name, *([] if a.requires_on_policy_updates else SEVERAL)] for name, a in adv.ALGORITHMS.items()}
 SETS = ["--eval-datasets", "rg:chain_sum", "more=rg:chain_sum", "--eval-temperature", "0.8", "--eval-samples", "5"]
-SETS += ["--eval-rewards", "letters", "odd", "--eval-max-response-tokens", "12"]
+SETS += ["--eval-rewards", "letters", "odd", "picky", "overlong", "--eval-max-response-tokens", "12"]
 EVALS += SETS
 RUNS["gdpo"] += [*EVALS, "--epochs-per-rollout", "2", "--micro-batch-tokens", "60", "--shadow", "grpo", "reinforce_plus_plus"]
 RUNS["ppo"] += ["--shadow", "ppo", "gdpo", "--normalize-advantages"]
@@ -464,9 +476,12 @@ def test_refills_have_a_limit(many, tiny, tmp_path, alone):
         assert metrics["rollout/refills"] == 2 and metrics["rollout/prompts_sampled"] == 18
         assert metrics["rollout/prompts_missing"] == 6 and metrics["rollout/dropped/zero_std_-1.0"] == 18
         assert {s["dropped"] for s in samples_of(many, 2, "flat", step)} == {"zero_std_-1.0"}
-    argv = ["--model", tiny, *BASE, *RUNS["dapo"], "--rewards", "truncated", "--max-refills", "1", "--refill-exhausted", "stop"]
+    argv = ["--model", tiny, *BASE, *RUNS["dapo"], "--rewards", "truncated", "--max-refills", "1", "--steps", "1"]
+    argv += ["--refill-exhausted", "stop"]
     with pytest.raises(RuntimeError, match=r"6 of 6 places have no group with signal after 12 prompts .--max-refills 1."):
         train.train(parse(*argv, "--run-dir", tmp_path / "run"), alone)
+    lines = (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    assert len(lines) == 36 and all(json.loads(line)["dropped"] == "zero_std_-1.0" for line in lines)
 
 
 def test_evaluation_changes_nothing_in_training(many):
@@ -488,14 +503,18 @@ def test_held_out_figures_are_those_of_the_responses(many):
             assert all(len(g) == count for g in groups) and len({s["question"] for s in samples}) == 7
             assert max(s["response_tokens"] for s in samples) == 12 and "vowels" not in samples[0]
             assert metrics[before + "odd"] == pytest.approx(sum(s["odd"] for s in samples) / len(samples))
-            assert metrics[before + "truncated"] == sum(s["finish_reason"] == "length" for s in samples)
-            for k in (1, 2, 4, 5):
-                name = f"{before}odd/pass@{k}"
-                assert (name in metrics) == (k <= count)
-                if k <= count:
-                    draws = [any(s["odd"] for s in d) for g in groups for d in itertools.combinations(g, k)]
-                    assert metrics[name] == pytest.approx(sum(draws) / len(draws))
-        assert "eval/more/sampled/odd/pass@3" not in metrics
+            assert metrics[before + "num_truncated"] == sum(s["finish_reason"] == "length" for s in samples)
+            assert metrics[before + "picky/abstained"] == sum(s["picky"] is None for s in samples)
+            for reward, k in itertools.product(("odd", "picky", "letters"), (1, 2, 4, 5)):  # over prompts with k scored samples
+                scored = [[s[reward] for s in g if s[reward] is not None] for g in groups]
+                draws = [[any(v >= 1 for v in d) for d in itertools.combinations(g, k)] for g in scored if len(g) >= k]
+                assert (f"{before}{reward}/pass@{k}" in metrics) == bool(draws)
+                if draws:
+                    chances = [sum(d) / len(d) for d in draws]
+                    assert metrics[f"{before}{reward}/pass@{k}"] == pytest.approx(sum(chances) / len(chances))
+            assert 0 < metrics[before + "letters"] < 1 and metrics[before + "letters/pass@1"] == 0  # part marks do not pass
+        assert "eval/more/sampled/odd/pass@3" not in metrics and "eval/more/sampled/overlong/pass@1" not in metrics
+        assert all(-2 < s["overlong"] <= 0 for s in samples)  # of its own limit of 12 tokens
 
 
 def test_truncated_responses_are_penalised_by_a_reward_of_their_own(many):
@@ -654,14 +673,18 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_rewards_of_the_readme_train(tmp_path, tiny, alone, monkeypatch):
     """The file as it stands there: one function, a batched one, and one with two components, each logged and weighed."""
-    forgotten = []
+    forgotten, asked, generate = [], [], ro.HFEngine.generate
     monkeypatch.setattr(ro.HFEngine, "forget", lambda self: forgotten.append(1))
+    monkeypatch.setattr(ro.HFEngine, "generate", lambda self, p, s, seeds: asked.append(s) or generate(self, p, s, seeds))
     (block,) = [b for b in BLOCKS if "from rewards import Reward" in b]
     path = tmp_path / "mine.py"
     path.write_text(block)
     rewards = ["--rewards", "format", f"{path}:tone", f"{path}:brevity", f"{path}:steps", "--reward-weights", "steps.lines=0.1"]
     argv = ["--model", tiny, *BASE, "--steps", "1", "--no-export", "--run-dir", tmp_path / "run", *rewards]
-    train.train(parse(*argv, "--eval-every", "1", "--eval-prompts", "2"), alone)
+    evaluates = ["--eval-every", "1", "--eval-prompts", "2", "--eval-modes", "greedy", "sampled", "--eval-samples", "2"]
+    train.train(parse(*argv, *evaluates, "--eval-temperature", "0.7", "--eval-max-response-tokens", "9"), alone)
+    held_out = [(1, 0.0, 9), (2, 0.7, 9)]
+    assert [(s.num_samples, s.temperature, s.max_tokens) for s in asked] == [*held_out, (3, 1.0, 10), *held_out]
     _, metrics = metrics_of(tmp_path / "run")
     assert len(forgotten) == 2  # after each evaluation, so that training does not depend on it
     assert {"reward/tone", "reward/brevity", "reward/steps.lines", "reward/brevity/timeout"} <= metrics.keys()

@@ -22,6 +22,7 @@ import train
 PROBE = SimpleNamespace(prompt_ids=[1, 9690, 198, 28120], response_ids=[520, 9531, 198, 905, 2], logprobs=[0.0] * 5, group=0)
 rw.REWARDS["letters"] = rw.Reward(lambda response, row: len(response) / 100)
 rw.REWARDS["odd"] = rw.Reward(lambda response, row: len(response) % 2)
+rw.REWARDS["picky"] = rw.Reward(lambda response, row: None if len(response) % 3 == 0 else len(response) % 2)
 rw.REWARDS["silent"] = rw.Reward(lambda response, row: None)
 rw.REWARDS["vowels"] = rw.Reward(
     lambda response, row: None if not response else sum(response.count(v) for v in "aeiou") / len(response)
