@@ -22,7 +22,7 @@ def seen(request, tmp_path_factory):
 
 def test_logprobs_are_processed_and_nothing_comes_from_generation_config(seen):
     """The tiny model ships top_k 20, top_p 0.8 and a repetition penalty: any of them would show in the log-probs."""
-    for temperature in (0.5, 1.0, 1.5):
+    for temperature in (0.5, 1.5):
         assert all(mean < seen[1] for mean, _ in seen[0][f"gap at {temperature}"]), temperature
 
 

@@ -324,7 +324,7 @@ def test_values_that_are_refused_by_name(value, says, in_process):
         score(reward, ["a"])
 
 
-@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("in_process", [True])
 @pytest.mark.parametrize(
     "value, says",
     [
@@ -382,7 +382,7 @@ def test_async_rewards_wait_together():
         return float(len(response))
 
     began = time.monotonic()
-    graded = score(grade, ["a"] * 40 + ["hang", "raise", "abc"], timeout=3)
+    graded = score(grade, ["a"] * 40 + ["hang", "raise", "abc"], timeout=2)
     assert time.monotonic() - began < 13  # what they would take one after another
     assert graded.components[:40].sum() == 40 and graded.components[-1] == 3 and graded.scored.sum() == 41
     assert graded.failures["mine"] == {"timeout": 1, "error": 1}
@@ -709,7 +709,7 @@ def test_math_that_never_ends_costs_its_own_samples_and_leaves_no_process():
     """One bad item among 64 good ones, then eight with four workers, then fifty rounds with one."""
     before = below()
     good = ([r"so \boxed{\frac{84}{2}}"], [{"answer": "42"}])
-    with rw.Graders({"math": rw.REWARDS["math"]}, timeout=3.0, workers=4) as graders:
+    with rw.Graders({"math": rw.REWARDS["math"]}, timeout=2.0, workers=4) as graders:
         graders.check()
         for bad in (SLOW[:1], SLOW * 2):
             responses, rows = good[0] * 64 + bad, good[1] * (64 + len(bad))

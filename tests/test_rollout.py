@@ -203,7 +203,7 @@ def test_held_out_rows_never_train(tmp_path, embedded):
     few = write(tmp_path / "few.jsonl", ROWS[:3])
     with pytest.raises(ValueError, match="3 prompts are left, fewer than --prompts-per-step 8"):
         ro.load_data(train.Config(dataset=few), str(embedded))
-    with pytest.raises(ValueError, match="is what --dataset .* trains on; name another file"):
+    with pytest.raises(ValueError, match=r"is what --dataset .* trains on; name another file"):
         ro.load_data(train.Config(dataset=few, eval_every=1), str(embedded))
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -269,13 +269,13 @@ def test_hf_engine_seeds_belong_to_samples_not_to_the_batch(tiny):
 
 
 def test_hf_engine_samples_the_softmax(tiny):
-    """Frequencies of the first token over 4,000 seeds against its probabilities."""
+    """Frequencies of the first token over 2,000 seeds against its probabilities."""
     engine = ro.HFEngine(str(tiny), torch.float32, torch.device("cpu"))
-    draws = engine.generate([PROMPTS[0]], ro.Sampling(4000, 0.5, 1, (2,)), [0])[0]
-    counts = torch.bincount(torch.tensor([r.token_ids[0] for r in draws]), minlength=49152) / 4000
+    draws = engine.generate([PROMPTS[0]], ro.Sampling(2000, 0.5, 1, (2,)), [0])[0]
+    counts = torch.bincount(torch.tensor([r.token_ids[0] for r in draws]), minlength=49152) / 2000
     logits = engine.model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.5
     top = torch.softmax(logits, -1).topk(5)
-    assert (counts[top.indices] - top.values).abs().max() < 0.035
+    assert (counts[top.indices] - top.values).abs().max() < 0.045
 
 
 def test_hf_engine_takes_nothing_from_generation_config(tiny):

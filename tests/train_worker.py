@@ -1,13 +1,14 @@
 """Started by torchrun: train.main with rewards for untrained models, and with one thing broken on one rank.
 
     train_worker.py OPTIONS ARGUMENTS OF train.py...
-OPTIONS is JSON: {"fail": [module, function, rank], "skip_push": true, "probe": FILE, "runs": {name: arguments}}. `probe` writes
-the trainer's log-probs of a fixed response (PROBE) before the export; `runs` makes one run after another in one process group,
-each in a folder of its name under --run-dir.
+OPTIONS is JSON: {"fail": [module, function, rank], "skip_push": true, "probe": FILE, "runs": {name: arguments}, "failures":
+{phase: fail}}. `probe` writes the trainer's log-probs of a fixed response (PROBE) before the export; `runs` makes one run after
+another in one process group, each in a folder of its name under --run-dir; `failures` likewise, each with something broken.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,8 +43,20 @@ def many_runs(ranks: du.Ranks, folder: Path, argv: list[str], runs: dict[str, li
         train.train(train.parse([*argv, *more, "--run-dir", str(folder / name)]), ranks)
 
 
-def break_on(module: str, name: str, rank: int) -> None:
-    """Make `module.name` raise on one rank."""
+def fail_in(ranks: du.Ranks, folder: Path, argv: list[str], failures: dict[str, list]) -> None:
+    """One run after another, each with one thing broken on one rank: what every rank has seen."""
+    for number, failure in enumerate(failures.values()):
+        evaluates = ["--eval-every", "1", "--eval-prompts", "3"] if failure[1] == "grade" else []
+        mend = break_on(*failure)
+        try:
+            train.train(train.parse([*argv, *evaluates, "--run-dir", str(folder / str(number))]), ranks)
+        except du.RankFailure as e:
+            print(f"rank {ranks.rank} saw: {e}", flush=True)
+        mend()
+
+
+def break_on(module: str, name: str, rank: int) -> Callable[[], None]:
+    """Make `module.name` raise on one rank; returns what undoes it."""
     owner = {"ro": ro, "rw": rw, "losses": losses, "train": train, "log": train.Log, "engine": ro.HFEngine}[module]
     original = getattr(owner, name)
 
@@ -53,6 +66,7 @@ def break_on(module: str, name: str, rank: int) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, broken)
+    return lambda: setattr(owner, name, original)
 
 
 def main(options: dict, argv: list[str]) -> None:
@@ -70,6 +84,9 @@ def main(options: dict, argv: list[str]) -> None:
             export(model, *args)
 
         du.export_model = export_and_probe
+    if "failures" in options:
+        fail_in(du.start(), Path(argv[argv.index("--run-dir") + 1]), argv, options["failures"])
+        du.leave(0)
     if "runs" in options:
         folder = Path(argv[argv.index("--run-dir") + 1])
         many_runs(du.start(), folder, argv, options["runs"])
