@@ -782,8 +782,8 @@ class Graders:
 
     def check(self) -> None:
         """Wait until a worker can grade. Errors: RuntimeError naming the reward that does not load, or cannot be made."""
-        if self.host is not None and not self.workers:
-            self._start_worker()
+        if self.host is not None and not self.workers and self._start_worker() is None:
+            raise RuntimeError("the graders did not start: their host was killed")
 
     def _wait_for_host(self) -> None:
         if not self.is_ready:
@@ -837,7 +837,10 @@ class Graders:
         try:
             problem = json.loads(worker.channel.recv_bytes(2**16))
         except (EOFError, OSError, ValueError):
-            problem = "its process ended"
+            problem = self._retire(worker)
+            if not problem:  # it went with the host
+                self.host.wait()
+                return None
         if problem is not None:
             raise RuntimeError(f"a grader did not start: {problem}")
         return worker

@@ -677,6 +677,30 @@ def test_a_reward_that_cannot_be_is_refused_as_it_is_declared(wrong, says):
         wrong(lambda response, row: 1.0)
 
 
+def test_a_worker_that_starts_as_the_host_is_killed_is_started_again(tmp_path):
+    """The second instance that is ever made kills the host, before its worker has said that it is ready."""
+    flags = [tmp_path / "first", tmp_path / "second"]
+
+    class Made:
+        def __init__(self):
+            import os
+            import time
+
+            if flags[0].exists() and not flags[1].exists():
+                flags[1].touch()
+                os.kill(os.getppid(), 9)
+                time.sleep(100)
+            flags[0].touch()
+
+        def __call__(self, response, row):
+            return 1.0
+
+    with rw.Graders({"mine": rw.Reward(Made)}, workers=2) as graders:
+        graders.check()
+        graded = graders.score(["mine"], ["a"] * 6, [{}] * 6)
+    assert flags[1].exists() and graded.components.sum() >= 5  # the call that was running may be lost
+
+
 def test_a_stopped_host_is_replaced(monkeypatch):
     """It answers no more: after a while it is killed, and its workers with it."""
     with rw.Graders({"mine": rw.Reward(lambda response, row: float(response))}, workers=2) as graders:
