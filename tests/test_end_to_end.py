@@ -42,6 +42,7 @@ def test_gsm8k_on_two_ranks(tmp_path):
         first = (GSM8K / f"{split}.jsonl").read_text().splitlines(keepends=True)[:200]
         (tmp_path / f"{split}.jsonl").write_text("".join(first))
     argv = ["--config", "scripts/gsm8k.yaml", "--dataset", tmp_path, "--eval-every", "1", "--eval-prompts", "3", "--steps", "1"]
+    argv += ["--no-export"]
     argv += [
         "--prompts-per-step",
         "3",

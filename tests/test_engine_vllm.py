@@ -1,4 +1,4 @@
-"""The real vLLM on CPU, in the trainer's own process, on one and two ranks."""
+"""The real vLLM on CPU, in the trainer's own process, on two ranks."""
 
 import json
 
@@ -6,18 +6,13 @@ import pytest
 from conftest import launch
 
 
-@pytest.fixture(scope="module", params=["random model, float32, two ranks", "export of a run, bfloat16"])
-def seen(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def seen(tiny, tmp_path_factory):
+    """What vllm_worker saw on each of two ranks, in float32 (bfloat16 and the real model: test_end_to_end), and a limit of gaps."""
     out = tmp_path_factory.mktemp("vllm") / "out.json"
-    if "export" in request.param:
-        process, run_dir = request.getfixturevalue("quickstart")
-        assert process.returncode == 0, process.stderr[-4000:]
-        model, dtype, limit, world = run_dir / "model", "bfloat16", 0.12, 1
-    else:
-        model, dtype, limit, world = request.getfixturevalue("tiny"), "float32", 1e-3, 2
-    result = launch(world, "vllm_worker.py", model, dtype, out, timeout=180)
+    result = launch(2, "vllm_worker.py", tiny, "float32", out, timeout=180)
     assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(out.read_text()), limit
+    return json.loads(out.read_text()), 1e-3
 
 
 def test_logprobs_are_processed_and_nothing_comes_from_generation_config(seen):

@@ -641,31 +641,22 @@ def test_run_folder_describes_the_run_and_exports_the_policy(tmp_path, tiny):
     assert any((a != b).any() for a, b in zip(model.parameters(), before.parameters()))
 
 
-def test_later_optimizer_batches_compare_with_the_policy_that_sampled(tmp_path, tiny):
+def test_later_optimizer_batches_compare_with_the_policy_that_sampled(tmp_path, tiny, alone):
     """Two batches, one epoch: the second sees a ratio other than 1, as the first has moved the weights; norms are clipped."""
-    argv = [
-        "--steps",
-        "2",
-        "--optimizer-steps-per-rollout",
-        "2",
-        "--lr",
-        "0.01",
-        "--warmup-steps",
-        "3",
-        "--lr-schedule",
-        "linear",
-    ]
-    result, run_dir = run(0, tmp_path, tiny, *argv, "--max-grad-norm", "0.1", "--no-export")
-    assert result.returncode == 0, result.stderr[-3000:]
-    for metrics in metrics_of(run_dir):
+    argv = ["--model", tiny, *BASE, *SEVERAL, "--steps", "2", "--lr", "0.01", "--warmup-steps", "3", "--lr-schedule", "linear"]
+    train.train(parse(*argv, "--max-grad-norm", "0.1", "--no-export", "--run-dir", tmp_path / "run"), alone)
+    for metrics in metrics_of(tmp_path / "run"):
         assert "policy/ref_kl_k1" not in metrics  # no KL term, so no reference model
         assert abs(metrics["policy/ratio"] - 1) > 1e-3 and metrics["optim/grad_norm"] > 0.1
-    assert [m["optim/lr"] for m in metrics_of(run_dir)] == pytest.approx([0.005, 0.01])
+    assert [m["optim/lr"] for m in metrics_of(tmp_path / "run")] == pytest.approx([0.005, 0.01])
 
 
-def test_a_push_that_does_nothing_stops_the_run(tmp_path, tiny):
-    result, _ = run(2, tmp_path, tiny, "--steps", "30", "--lr", "0.05", options={"skip_push": True})
-    assert result.returncode != 0 and "over --max-logprob-diff 0.2" in result.stderr
+def test_a_push_that_does_nothing_stops_the_run(tmp_path, tiny, alone, monkeypatch):
+    monkeypatch.setattr(ro.HFEngine, "load_weights", lambda self, weights: [None for _ in weights] and None)
+    argv = ["--model", tiny, *BASE, "--steps", "30", "--lr", "0.05", "--run-dir", tmp_path / "run"]
+    with pytest.raises(RuntimeError, match=r"over --max-logprob-diff 0\.2"):
+        train.train(parse(*argv), alone)
+    assert len(metrics_of(tmp_path / "run")) < 30
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -1,11 +1,12 @@
 """Started by torchrun: train.main with rewards for untrained models, and with one thing broken on one rank.
 
     train_worker.py OPTIONS ARGUMENTS OF train.py...
-OPTIONS is JSON: {"fail": [module, function, rank], "skip_push": true, "probe": FILE, "runs": {name: arguments}, "failures":
+OPTIONS is JSON: {"fail": [module, function, rank], "probe": FILE, "runs": {name: arguments}, "failures":
 {phase: fail}}. `probe` writes the trainer's log-probs of a fixed response (PROBE) before the export; `runs` makes one run after
 another in one process group, each in a folder of its name under --run-dir; `failures` likewise, each with something broken.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from transformers import AutoTokenizer
 
 import dist_utils as du
 import losses
@@ -37,8 +39,11 @@ def probe_logprobs(model: torch.nn.Module, device: torch.device) -> torch.Tensor
 
 
 def many_runs(ranks: du.Ranks, folder: Path, argv: list[str], runs: dict[str, list[str]]) -> None:
-    """Each run as `train.main` would make it, the process group and the picture at the end apart."""
+    """Each run as `train.main` would make it, but for the process group, the picture at the end, and what all runs read alike:
+    the tokenizer and the list of packages."""
     train.sum_up = train.no_work
+    train.metadata = SimpleNamespace(distributions=list)
+    ro.AutoTokenizer = SimpleNamespace(from_pretrained=functools.cache(AutoTokenizer.from_pretrained))
     for name, more in runs.items():
         train.train(train.parse([*argv, *more, "--run-dir", str(folder / name)]), ranks)
 
@@ -72,8 +77,6 @@ def break_on(module: str, name: str, rank: int) -> Callable[[], None]:
 def main(options: dict, argv: list[str]) -> None:
     if "fail" in options:
         break_on(*options["fail"])
-    if options.get("skip_push"):
-        ro.HFEngine.load_weights = lambda self, weights: [None for _ in weights] and None
     if "probe" in options:
         export = du.export_model
 

@@ -38,10 +38,10 @@ def main(model_path: str, dtype_name: str, out: str) -> None:
     model = du.shard_model(model, list(model.get_decoder().layers), dtype)
     seen: dict = {}
     for temperature in (0.5, 1.5):
-        sampling = ro.Sampling(4, temperature, 24, (2, 7))
+        sampling = ro.Sampling(3, temperature, 16, (2, 7))
         seen[f"gap at {temperature}"] = gap(model, engine.generate(PROMPTS, sampling, [1, 2, 3]), temperature)
 
-    sampling = ro.Sampling(4, 1.0, 24, (2, 7))
+    sampling = ro.Sampling(3, 1.0, 16, (2, 7))
     seeds = [100 * ranks.rank + i for i in range(3)]
     first = engine.generate(PROMPTS, sampling, seeds)
     seen["ids"] = ids(first)
