@@ -8,7 +8,7 @@ from conftest import launch
 
 @pytest.fixture(scope="module")
 def seen(tiny, tmp_path_factory):
-    """What vllm_worker saw on each of two ranks, in float32 (bfloat16 and the real model: test_end_to_end), and a limit of gaps."""
+    """What vllm_worker saw on each of two ranks in float32 (bfloat16: test_end_to_end), and a limit of gaps."""
     out = tmp_path_factory.mktemp("vllm") / "out.json"
     result = launch(2, "vllm_worker.py", tiny, "float32", out, timeout=180)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -478,6 +478,7 @@ def hostile(kind, out=None):
         import time
 
         if response != "bad":
+            time.sleep(0.08 if kind == "forks and returns twice" else 0)  # so that a second answer would meet a later call
             return float(response)
         if kind == "hangs in C":
             return 5 ** (5 ** (5**5))
@@ -508,7 +509,7 @@ def hostile(kind, out=None):
                 time.sleep(1000)
             time.sleep(0.2)
         if kind == "forks and returns twice" and os.fork():
-            time.sleep(0.2)  # the child is the first to return
+            time.sleep(0.12)  # the child is the first to return
         if kind == "leaves a daemon":
             subprocess.Popen(["sh", "-c", f"setsid sh -c 'echo $$ > {out}; exec sleep 1000' & sleep 0.3"]).wait()
         if kind == "leaves a thread":
