@@ -614,8 +614,7 @@ def serve(control_fd: int) -> None:
     try:
         calls = {}
         for name, (place, packed, settings) in setup["rewards"].items():
-            reward = load_function(place, "--rewards") if place else pickle.loads(packed)
-            reward = reward if isinstance(reward, Reward) else Reward(reward)
+            reward = resolve([place])[name] if place else pickle.loads(packed)
             calls[name] = (reward, settings)
             if reward.warm_up is not None:
                 _bind(reward, settings)(*reward.warm_up)
@@ -813,10 +812,12 @@ class Graders:
             socket.send_fds(self.control, [message], descriptors)
             answer = self.control.recv(64)
         except OSError:
+            answer = b""
+        if not answer:
             self.host.kill()  # one that answers too late would answer the wrong question
             self.host.wait()
-            answer = b""
-        return int(answer) if answer else None
+            return None
+        return int(answer)
 
     def _start_worker(self) -> _Worker | None:
         """Another worker, ready to grade; None where the host is gone. Errors: RuntimeError, as `check`."""
@@ -828,7 +829,6 @@ class Graders:
         theirs.close()
         if pid is None:
             ours.close()
-            self.host.wait()
             return None
         worker = _Worker(pid, Connection(ours.detach()))
         self.workers.append(worker)
@@ -839,7 +839,6 @@ class Graders:
         except (EOFError, OSError, ValueError):
             problem = self._retire(worker)
             if not problem:  # it went with the host
-                self.host.wait()
                 return None
         if problem is not None:
             raise RuntimeError(f"a grader did not start: {problem}")

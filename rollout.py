@@ -301,7 +301,7 @@ def eval_sets(cfg: Any) -> dict[str, str]:
 
 def load_held_out(cfg: Any, tokenizer: PreTrainedTokenizerBase, only_tasks: bool = False) -> dict[str, Prompts]:
     """The prompts of each held-out data set; with only_tasks, of those alone that are generated."""
-    found = {}
+    found, fmt = {}, prompt_format(cfg)
     if not cfg.eval_datasets and not only_tasks and Path(cfg.dataset).expanduser().is_file():
         raise ValueError(f"--dataset {cfg.dataset}: is one file, with no held-out split; name other --eval-datasets")
     for label, name in eval_sets(cfg).items():
@@ -315,7 +315,7 @@ def load_held_out(cfg: Any, tokenizer: PreTrainedTokenizerBase, only_tasks: bool
         rows = load_rows(Source(name, split=split, params=params, flag="--eval-datasets", **apply))
         rows = rows[: cfg.eval_prompts] if cfg.eval_prompts else rows
         limits = (cfg.max_prompt_tokens, cfg.overlong_prompts, "--eval-datasets")
-        found[label] = build_prompts(rows, tokenizer, prompt_format(cfg), *limits)
+        found[label] = build_prompts(rows, tokenizer, fmt, *limits)
     return found
 
 
