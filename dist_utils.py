@@ -1,8 +1,8 @@
-"""Everything that crosses ranks: process groups, failing together, statistics, FSDP2, weights as full tensors.
+"""Everything that crosses ranks: process groups, failing together, signals, statistics, FSDP2, checkpoints.
 
-Public: `start`, `leave`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`, `mean_std`,
-`correlation`, `compute_dtype`, `shard_model`, `free_gathered`,
-`copy_shards`, `full_parameters`, `full_state_dict`, `clip_grad_norm`, `export_model`, `Learner`, `Meter`, `Ledger`, `METRICS`.
+Public: `start`, `leave`, `fail`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`,
+`mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`, `full_state_dict`,
+`clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `rng_state`, `set_rng_state`, `Meter`, `Ledger`, `METRICS`.
 
 The rule: a rank never leaves the sequence of collectives alone. Work that can fail on one rank runs inside
 `run_together`; whatever the ranks must hold alike is compared by `agree` before the first collective that depends on it.
@@ -13,23 +13,33 @@ beyond their parameters.
 import contextlib
 import ctypes
 import functools
+import json
 import math
 import os
+import random
+import re
 import resource
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -50,6 +60,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    store: dist.Store | None = None  # where the first failure is told to the others
 
 
 def start(timeout_minutes: float = 30.0) -> Ranks:
@@ -72,9 +83,10 @@ def start(timeout_minutes: float = 30.0) -> Ranks:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
-    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+    backend, timeout = "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(minutes=timeout_minutes)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return Ranks(rank, world_size, device, store)
 
 
 def keep_freed_memory() -> None:
@@ -101,6 +113,91 @@ def leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+FAILED = "failure"  # key of the store
+
+
+def fail(ranks: Ranks, error: BaseException) -> None:
+    """Print why this rank ends: the traceback of the first rank that fails, and on the others that rank's message.
+
+    A rank that dies inside a collective leaves the others with an error of the network, which says nothing.
+    """
+    own = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    first = ranks.store.compare_set(FAILED, "", own).decode() if ranks.store else own
+    if isinstance(error, RankFailure):  # the rank that failed has printed its traceback
+        print(f"[rank {ranks.rank}] {error}", file=sys.stderr)
+    elif first == own:
+        print(f"[rank {ranks.rank}]\n{printable(''.join(traceback.format_exception(error)))}", file=sys.stderr)
+    else:
+        print(printable(f"[rank {ranks.rank}] stopped: another rank failed first: {first}"), file=sys.stderr)
+
+
+class Stopped(Exception):
+    """A signal has ended the run on all ranks; `number` is the signal's."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.number = number
+
+
+class StopRequest:
+    """SIGTERM and SIGINT as a wish that all ranks answer together, between the parts of a step; a context.
+
+    `number` is 0 or the signal's. After `grace` seconds, or at a second signal, this process leaves at once with exit code
+    128 + number: a thread of its own sees to that, whatever the main thread waits for. Where another rank has failed, which is
+    why torchrun ends this one, it leaves with 1. A signal within `REPEAT` seconds of the first is taken for the same one:
+    torchrun passes on the Ctrl-C that the terminal has already sent.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    REPEAT = 2.0
+
+    def __init__(self, ranks: Ranks, grace: float):
+        self.ranks, self.grace, self.number = ranks, grace, 0
+
+    def __enter__(self) -> "StopRequest":
+        self.reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        self.before = [signal.signal(number, lambda *_: None) for number in self.SIGNALS]
+        self.wakeup = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in zip(self.SIGNALS, self.before):
+            signal.signal(number, handler)
+        self.writer.close()  # ends the thread
+
+    def _watch(self) -> None:
+        self.number = self._next(None)
+        if not self.number:
+            return
+        if self.ranks.store is not None and self.ranks.store.check([FAILED]):
+            fail(self.ranks, RuntimeError("stopped"))
+            leave(1)
+        name, began = signal.Signals(self.number).name, time.monotonic()
+        said = f"{name}: stopping within {self.grace:g} s; again to leave at once"
+        print(f"[rank {self.ranks.rank}] {said}", file=sys.stderr, flush=True)
+        while (left := began + self.grace - time.monotonic()) > 0:
+            again = self._next(left)
+            if again == 0:
+                return
+            if again is not None and time.monotonic() - began > self.REPEAT:
+                break
+        print(f"[rank {self.ranks.rank}] {name}: left without saving", file=sys.stderr, flush=True)
+        leave(128 + self.number)
+
+    def _next(self, timeout: float | None) -> int | None:
+        """The next signal of ours; None where none comes in time, 0 where the context has ended."""
+        self.reader.settimeout(timeout)
+        try:
+            while (received := self.reader.recv(1)) and received[0] not in self.SIGNALS:
+                pass
+        except TimeoutError:
+            return None
+        return received[0] if received else 0
+
+
 def is_first_rank() -> bool:
     """Whether this rank is the one that writes."""
     return dist.get_rank() == 0
@@ -121,13 +218,18 @@ def run_together(phase: str, work: Callable[..., T], *args: Any, **kwargs: Any) 
         result = work(*args, **kwargs)
     except (Exception, SystemExit) as e:
         failure = e
-        rank = dist.get_rank()
-        print(f"[rank {rank}] {phase} failed:\n{''.join(traceback.format_exception(e))}", file=sys.stderr, flush=True)
+        said = printable("".join(traceback.format_exception(e)))
+        print(f"[rank {dist.get_rank()}] {phase} failed:\n{said}", file=sys.stderr, flush=True)
     if sum_over_ranks(float(failure is not None)) > 0:
         messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         named = "; ".join(f"rank {r}: {m}" for r, m in enumerate(messages) if m is not None)
-        raise RankFailure(f"{phase} failed on {named}") from failure
+        raise RankFailure(printable(f"{phase} failed on {named}")) from failure
     return result
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, direction marks and lone surrogates as escapes, so that it cannot rule a terminal."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda m: f"\\u{ord(m[0]):04x}", text)
 
 
 def agree(what: str, value: Any) -> None:
@@ -322,12 +424,13 @@ def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype:
         ids = {k: getattr(model.generation_config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         shell.generation_config = GenerationConfig(**ids)  # transformers refuses to save some that hub models ship
         beside = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(beside, ignore_errors=True)
         shell.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         original = cached_file(model_path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
         if original is not None:
             shutil.copyfile(original, beside / "generation_config.json")
-        beside.rename(folder)
+        replace_folder(beside, folder)
 
     run_together("exporting the model", save)
 
@@ -344,7 +447,10 @@ def lr_factor(step: int, schedule: str, warmup: int, total: int) -> float:
 
 
 class Learner:
-    """A sharded model with its optimizer: AdamW on the fp32 shards, and a schedule over `updates` optimizer steps."""
+    """A sharded model with its optimizer: AdamW on the fp32 shards, and a schedule over `updates` optimizer steps.
+
+    `num_updates` are the steps made; `num_skipped` those left out in a row, as loss or gradient was not finite.
+    """
 
     def __init__(
         self,
@@ -359,19 +465,275 @@ class Learner:
     ):
         self.model, self.prefix = model, prefix  # of its metrics
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay)
-        factor = functools.partial(lr_factor, schedule=schedule, warmup=warmup, total=updates)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.peak, self.num_updates, self.num_skipped = lr, 0, 0
+        self.lr_factor = functools.partial(lr_factor, schedule=schedule, warmup=warmup, total=updates)
 
-    def step(self, max_norm: float, meter: "Meter") -> None:
-        """One optimizer step on the gradients that are there, clipped. Errors: RuntimeError where they are not finite."""
-        norm = clip_grad_norm(self.model, max_norm)
-        if not norm < float("inf"):
-            raise RuntimeError(f"the {self.prefix}gradient's norm is {norm}; the weights were left as they were")
-        self.optimizer.step()
-        meter.mean(f"optim/{self.prefix}grad_norm", norm, 1)
-        meter.peak(f"optim/{self.prefix}lr", self.scheduler.get_last_lr()[0])
-        self.scheduler.step()
+    def step(self, loss: float, max_norm: float, meter: "Meter") -> bool:
+        """One optimizer step on the gradients that are there, clipped; whether it was made. A collective.
+
+        None is made on any rank where the gradient or a rank's share of the loss is not finite: weights and moments stay.
+        """
+        norm = clip_grad_norm(self.model, max_norm)  # the same on all ranks
+        finite = math.isfinite(norm) and max_over_ranks(float(not math.isfinite(loss))) == 0
+        meter.mean(f"optim/{self.prefix}skipped", float(not finite), 1)
+        if finite:
+            lr = self.peak * self.lr_factor(self.num_updates)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.num_updates += 1
+            meter.mean(f"optim/{self.prefix}grad_norm", norm, 1)
+            meter.peak(f"optim/{self.prefix}lr", lr)
+        self.num_skipped = 0 if finite else self.num_skipped + 1
         self.optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def tensors(self, known: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+        """Weights and AdamW's moments by name, as they are sharded; moments that are `known` and not there yet are made."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            moments = self.optimizer.state[parameter]
+            if not moments and f"exp_avg.{name}" in known:
+                zeros = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                moments.update(step=torch.zeros(()), **zeros)
+            found[f"weights.{name}"] = parameter.detach()
+            found |= {f"{key}.{name}": value for key, value in moments.items()}
+        return found
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def rng_state(device: torch.device) -> dict:
+    """The state of this process's random generators, as plain values."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state().tolist()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device).tolist()} if device.type == "cuda" else {})
+
+
+def set_rng_state(state: dict, device: torch.device) -> None:
+    """What `rng_state` gave, also after a way through JSON."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, whenever the process or the machine stops."""
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    beside.rename(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Give `new` the name `folder`; what had it is deleted after that."""
+    old = folder.with_name(folder.name + ".old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    _sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+STATE = "state.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run: folders step_000012 of safetensors files, some a rank, and of state.json, written last.
+
+    Each is written beside, as step_000012.tmp, and renamed when all ranks have finished; state.json holds the size and the
+    CRC-32 of every file. No pointer names the last one: it is the highest number. Nothing in them is a pickle.
+    """
+
+    def __init__(self, folder: Path, keep_last: int = 0, in_background: bool = False):
+        self.folder, self.keep_last = folder, keep_last
+        self.group = dist.new_group(backend="gloo") if in_background else None  # a thread's collectives must not meet others
+        self.pending: tuple | None = None
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are committed, in order; whether they are whole is not looked at."""
+        names = (p.name for p in self.folder.iterdir()) if self.folder.is_dir() else ()
+        return sorted(int(name.removeprefix("step_")) for name in names if re.fullmatch(r"step_\d+", name))
+
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.folder / f"step_{step:06d}"
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], state: dict) -> None:
+        """Write the checkpoint of `step`: tensors by name, "part.kind.rest", and the plain values of rank 0's `state`.
+
+        In the background, only a copy is made here; it is committed by the next `finish`. A collective.
+        Errors: RankFailure; RuntimeError where a tensor is not finite: such a checkpoint is never committed.
+        """
+        self.finish()
+        check_finite(tensors)
+        beside = self.path(step).with_suffix(".tmp")
+
+        def make() -> None:
+            if is_first_rank():
+                shutil.rmtree(beside, ignore_errors=True)
+                beside.mkdir(parents=True)
+
+        run_together("making the checkpoint's folder", make)
+        kinds = {name: ".".join(name.split(".")[:2]) for name in tensors}
+        number = {kind: i for i, kind in enumerate(sorted(set(kinds.values())), 1)}  # one file each bounds the copies in memory
+        files = {name: number[kind] for name, kind in kinds.items()}
+        writer = dcp.HuggingFaceStorageWriter(str(beside), fqn_to_index_mapping=files, save_distributed=True)
+        if self.group is not None:
+            future = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self.group)
+            self.pending = (step, beside, state, future)
+        else:
+            self._commit(step, beside, state, lambda: dcp.save(dict(tensors), storage_writer=writer))
+
+    def finish(self, wait: bool = True) -> None:
+        """Commit the checkpoint that is being written in the background, if there is one; without `wait`, where every rank has
+        written its part. A collective."""
+        if self.pending is not None and (wait or max_over_ranks(float(not self.pending[-1].done())) == 0):
+            (step, beside, state, future), self.pending = self.pending, None
+            self._commit(step, beside, state, future.result)
+
+    def _commit(self, step: int, beside: Path, state: dict, write: Callable[[], Any]) -> None:
+        """`write`, a collective, then name the folder, and delete checkpoints that are too old."""
+        failure = None
+        try:
+            write()
+        except CheckpointException as e:  # the same on every rank
+            failure = e.failures.get(dist.get_rank())
+
+        def check() -> dict[str, list[int]]:
+            if failure is not None:
+                print("".join(failure[1].format()), file=sys.stderr)
+                raise failure[0]
+            return {name: _size_and_checksum(beside / name) for name in _own_share(p.name for p in beside.iterdir())}
+
+        def commit() -> None:
+            if is_first_rank():
+                write_text(beside / STATE, json.dumps({**state, "files": files}))
+                beside.rename(self.path(step))
+                _sync_folder(self.folder)
+                for old in self.steps()[: -self.keep_last] if self.keep_last else ():
+                    condemned = self.path(old).with_suffix(".tmp")  # by a rename, so that no half of one can be taken for it
+                    self.path(old).rename(condemned)
+                    shutil.rmtree(condemned)
+
+        files = {}
+        try:
+            for part in gather_objects(run_together(f"writing the checkpoint of step {step}", check)):
+                files |= part
+            run_together(f"committing the checkpoint of step {step}", commit)
+        except RankFailure:
+            if is_first_rank():
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
+
+    def find(self, run_id: str) -> dict | None:
+        """The state of the last checkpoint that is whole, or None; what is not whole is said, and set aside. A collective.
+
+        Errors: RankFailure where one belongs to another run.
+        """
+        for step in reversed(run_together("listing checkpoints", self.steps)):
+            folder = self.path(step)
+            state, problem = run_together("reading a checkpoint", self._inspect, folder, run_id)
+            problems = [p for p in gather_objects(problem) if p]
+            if not problems:
+                return state
+            aside = folder.with_suffix(".damaged")
+
+            def set_aside(folder=folder, aside=aside, problems=problems) -> None:
+                if is_first_rank():
+                    said = f"{'; '.join(problems)}. It is {aside.name} now, and the one before it is tried"
+                    print(f"warning: {folder} cannot be used: {said}", file=sys.stderr, flush=True)
+                    shutil.rmtree(aside, ignore_errors=True)
+                    folder.rename(aside)
+
+            run_together("setting a checkpoint aside", set_aside)
+        return None
+
+    def _inspect(self, folder: Path, run_id: str) -> tuple[dict, str | None]:
+        """(state, what is wrong with this rank's share of the files). Errors: ValueError where it is another run's."""
+        try:
+            state = read_state(folder)
+            if state["run"] != run_id:
+                raise ValueError(f"{folder} belongs to another run, {state['run']} and not {run_id}. Move it away")
+            for name in _own_share(state["files"]):
+                size, checksum = _size_and_checksum(folder / name)
+                if [size, checksum] != state["files"][name]:
+                    return state, f"{name} has {size} bytes and CRC-32 {checksum}, not {state['files'][name]}"
+        except OSError as e:
+            return {}, f"{Path(e.filename or folder).name}: {e.strerror}"
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as e:
+            return {}, f"{STATE} is damaged ({type(e).__name__}: {e})"
+        return state, None
+
+
+def read_state(folder: Path) -> dict:
+    """The plain values of a checkpoint. Errors: OSError, ValueError, TypeError where it is none."""
+    return {**json.loads((folder / STATE).read_text())}
+
+
+def load_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors`, sharded as they are now, whatever the world size was when they were saved. A collective.
+
+    Errors: RankFailure where a tensor is missing or has another shape.
+    """
+    failure = None
+    try:
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as e:
+        failure = e.failures.get(dist.get_rank())
+
+    def check() -> None:
+        if failure is not None:
+            raise failure[0]
+
+    run_together(f"loading {folder}", check)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a checkpoint."""
+    return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise on all ranks where any element is not finite. A collective."""
+
+    def check() -> None:
+        for name, tensor in tensors.items():
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not torch.isfinite(own).all():
+                raise ValueError(f"{name} has elements that are not finite; no checkpoint is made of it")
+
+    run_together("checking the weights", check)
+
+
+def _own_share(names: Sequence[str]) -> list[str]:
+    """Every world_size-th name, from this rank's number on."""
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
+
+
+def _size_and_checksum(path: Path) -> list[int]:
+    """Bytes and CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as f:
+        while part := f.read(2**24):
+            checksum = zlib.crc32(part, checksum)
+    return [path.stat().st_size, checksum]
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -446,6 +808,11 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def memory_gib() -> float:
+    """Resident memory of this process now."""
+    return psutil.Process().memory_info().rss / 2**30
 
 
 def known_metric(name: str) -> bool:
@@ -524,13 +891,16 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     "policy/ref_kl_k3": ("k3 of the policy against the reference", "mean"),
     "optim/grad_norm": ("global L2 norm of the gradient before clipping", "mean"),
     "optim/lr": ("largest learning rate of the step's updates", "max"),
+    "optim/skipped": ("optimizer steps left out, as loss or gradient was not finite", "mean"),
     "optim/critic_grad_norm": ("the critic's gradient norm before clipping", "mean"),
     "optim/critic_lr": ("the critic's, likewise", "max"),
+    "optim/critic_skipped": ("the critic's, likewise", "mean"),
     "perf/seconds_<phase>": (
-        "seconds of sample, grade, forward (reference, values), advantage, update, push, eval, other; they add up to step",
+        "seconds of sample, grade, forward (reference, values), advantage, update, push, eval, save (after the step before), "
+        "other; they add up to step",
         "mean",
     ),
-    "perf/seconds_step": ("wall time of the step", "mean"),
+    "perf/seconds_step": ("wall time since the last step was logged", "mean"),
     "perf/tokens_sampled": ("response tokens", "sum"),
     "perf/tokens_computed": (
         "packed prompt and response tokens of the batches, each counted once whatever passes there are",
@@ -538,6 +908,7 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     ),
     "perf/tokens_per_second": ("sampled tokens by the step's wall time, all ranks together", "ratio"),
     "perf/peak_memory_gib": ("largest memory of a rank so far: GPU allocator, or resident set on CPU", "max"),
+    "perf/memory_gib": ("largest resident memory of a rank at the end of the step", "max"),
     "eval/<set>/<mode>/<name>": ("a reward over the held-out prompts of a data set, greedy or sampled", "mean"),
     "eval/<set>/<mode>/<name>/pass@<k>": (
         "chance that one of k responses has the full reward, at least 1: unbiased, over prompts with k scored responses",
@@ -547,4 +918,4 @@ METRICS = {  # name: (what it is, how it is reduced over samples, tokens and ran
     "eval/<set>/<mode>/response_tokens": ("length of a response", "mean"),
     "eval/<set>/<mode>/num_truncated": ("responses that were cut at the limit", "sum"),
 }
-PHASES = ("sample", "grade", "forward", "advantage", "update", "push", "eval", "other")
+PHASES = ("sample", "grade", "forward", "advantage", "update", "push", "eval", "save", "other")

@@ -1,7 +1,8 @@
 """From sampled token ids to a loss: one packed batch layout, token log-probs and values, policy and value losses, KL.
 
-Public: `Batch`, `collate`, `micro_batches`, `form_batches`, `empty_batch`, `register_attention`, `load_model`,
-`token_logprobs`, `Critic`, `token_values`, `POLICY_LOSSES`, `policy_metrics`, `mismatch_weight`, `engine_gap`, `value_loss`,
+Public: `Batch`, `collate`, `micro_batches`, `form_batches`, `empty_batch`, `save_batches`, `load_batches`, `load_model`,
+`register_attention`, `token_logprobs`,
+`Critic`, `token_values`, `POLICY_LOSSES`, `policy_metrics`, `mismatch_weight`, `engine_gap`, `value_loss`,
 `MISMATCH_CORRECTIONS`, `KL_ESTIMATORS`, `kl_to`, `AGGREGATIONS`, `Denominators`.
 
 Shapes: L packed tokens of a micro-batch, P prompts, B responses, T tokens of the longest response, V vocabulary.
@@ -14,13 +15,18 @@ first line of a loss' docstring is its formula, which a run prints; its keyword-
 Not here on purpose: configuration, collectives, the optimizer. Denominators are global and come from the caller.
 """
 
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 PACKED_ATTENTION = "flatrl_packed"
@@ -207,6 +213,34 @@ def empty_batch(device: torch.device) -> Batch:
     """A micro-batch without a token to train on: what a rank computes while another one still has work."""
     nothing = SimpleNamespace(prompt_ids=[0], response_ids=[0], logprobs=[0.0], group=0)
     return collate([nothing], torch.zeros(1, 1, dtype=torch.bool), device)
+
+
+def save_batches(path: Path, batches: list[tuple[list[Batch], "Denominators"]]) -> None:
+    """This rank's micro-batches of every optimizer batch, with the global denominators, as one safetensors file."""
+    tensors, layout = {}, []
+    for number, (micro, total) in enumerate(batches):
+        layout.append({"total": dataclasses.asdict(total), "rows": [(b.rows.start, b.rows.stop) for b in micro]})
+        for i, batch in enumerate(micro):
+            fields = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+            tensors |= {f"{number}.{i}.{name}": value.detach().cpu().clone() for name, value in fields.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, {"layout": json.dumps(layout)})
+
+
+def load_batches(path: Path, device: torch.device) -> list[tuple[list[Batch], "Denominators"]]:
+    """What `save_batches` wrote."""
+    with safe_open(path, "pt") as f:
+        layout = json.loads(f.metadata()["layout"])
+        tensors = {name: f.get_tensor(name).to(device) for name in f.keys()}  # noqa: SIM118 (it is no dict)
+    batches = []
+    for number, each in enumerate(layout):
+        micro = []
+        for i, rows in enumerate(each["rows"]):
+            start = f"{number}.{i}."
+            fields = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+            micro.append(Batch(rows=slice(*rows), **fields))
+        batches.append((micro, Denominators(**each["total"])))
+    return batches
 
 
 # ---------------------------------------------------------------------------------------------- token log-probs
@@ -564,7 +598,8 @@ def mismatch_weight(
 def engine_gap(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_mask: torch.Tensor) -> tuple[dict, float]:
     """How far the trainer's log-probs are from the engine's on its own samples: (metrics, largest abs difference)."""
     known = response_mask & torch.isfinite(rollout_logprobs)
-    trainer, engine = logprobs[known], rollout_logprobs[known]
+    both = known & torch.isfinite(logprobs)  # a trainer's that is not gives a loss that is not, and no update
+    trainer, engine = logprobs[both], rollout_logprobs[both]
     gap = (trainer - engine).abs()
     metrics = {
         "rollout/logprob_diff": (gap.sum(), gap.numel()),

@@ -15,17 +15,21 @@ import itertools
 import json
 import math
 import os
+import re
+import secrets
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
+import psutil
 import torch
 import tyro
 import yaml
@@ -230,6 +234,20 @@ class Config:
     eval_rewards: tuple[str, ...] = ()
     """Rewards of held-out responses; default --rewards."""
 
+    # Checkpoints
+    resume: str | None = None
+    """Run folder to go on in, after its last complete checkpoint, with its settings where no others are given."""
+    save_every: int = 50
+    """Steps between checkpoints; 0: only where a signal stops the run."""
+    keep_last: int = 2
+    """Checkpoints that are kept; older ones are deleted when a newer one is complete; 0: all."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in CPU memory."""
+    grace_seconds: float = 25.0
+    """Time that SIGTERM and SIGINT leave to finish or abandon a step and save; torchrun kills after 30 seconds."""
+    max_skipped: int = 10
+    """Optimizer steps in a row that may be skipped, as loss or gradient was not finite; then the run stops."""
+
     # Run
     seed: int = 0
     """Seeds data order and every sample."""
@@ -331,7 +349,7 @@ def read_config_file(path: str) -> list[str]:
         raise ValueError(f"--config {path}: {e}") from e
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
-    types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in ("config", *LISTS)}
+    types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in NOT_SETTINGS}
     arguments, problems, seen = [], [], set()
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -367,13 +385,21 @@ def read_config_file(path: str) -> list[str]:
 
 
 def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
-    """Defaults < --config < command line, checked once. Exits with code 2 and one message where something is wrong."""
+    """Defaults < settings of the run that is resumed < --config < command line, checked once.
+
+    Exits with code 2 and one message where something is wrong.
+    """
     quiet = os.environ.get("RANK", "0") != "0"
+
+    def last(flag: str) -> str | None:
+        values = [b for a, b in zip(argv, [*argv[1:], ""]) if a == flag]
+        return next(reversed(values + [a.removeprefix(f"{flag}=") for a in argv if a.startswith(f"{flag}=")]), None)
+
     try:
-        named = [b for a, b in zip(argv, [*argv[1:], ""]) if a == "--config"]
-        named += [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
-        from_file = read_config_file(named[-1]) if named else []
-        cfg = tyro.cli(Config, args=[*from_file, *argv], prog=prog, console_outputs=not quiet)
+        file, run_dir = last("--config"), last("--resume")
+        from_run = [] if run_dir is None else [*read_config_file(settings_file(run_dir)), f"--run-dir={run_dir}"]
+        from_file = [] if file is None else read_config_file(file)
+        cfg = tyro.cli(Config, args=[*from_run, *from_file, *argv], prog=prog, console_outputs=not quiet)
         listing = any(getattr(cfg, name) for name in LISTS)
         problems = registry_problems() or ([] if listing else find_problems(cfg))
         if problems:
@@ -481,11 +507,22 @@ def find_problems(cfg: Config) -> list[str]:
             problems.append(f"--critic-warmup-steps {warmup}: the run has {cfg.steps} steps; the policy would never learn")
         elif cfg.warmup_steps >= max(updates, 1):
             problems.append(f"--warmup-steps {cfg.warmup_steps}: the run has {updates} optimizer steps; warm up over fewer")
+    return problems + folder_problems(cfg)
+
+
+def folder_problems(cfg: Config) -> list[str]:
+    """What is wrong with the run's folder and with models' folders."""
+    problems = []
     run_dir = Path(cfg.run_dir or "").expanduser()
     if cfg.run_dir and run_dir.exists() and not run_dir.is_dir():
         problems.append(f"--run-dir {cfg.run_dir}: is a file; name a new folder")
-    elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()):
-        problems.append(f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten")
+    elif cfg.resume:
+        problems += resume_problems(cfg)
+    elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()) and not goes_on(cfg, run_dir):
+        problems.append(
+            f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten, or go on in it with "
+            f"--resume {cfg.run_dir}"
+        )
     for name in ("model", "reward_model"):
         value = getattr(cfg, name) or ""
         folder = Path(model_folder(cfg) if name == "model" else value).expanduser()
@@ -502,11 +539,11 @@ def out_of_range(cfg: Config) -> list[str]:
     """Numbers that lie where they make no sense; a flag that was not given cannot."""
     at_least_1 = "max_prompt_tokens max_response_tokens prompts_per_step samples_per_prompt steps kv_cache_gib push_every "
     at_least_1 += "optimizer_steps_per_rollout epochs_per_rollout micro_batch_tokens grader_workers eval_samples "
-    at_least_1 += "eval_max_response_tokens overlong_buffer repetition_ngram"
+    at_least_1 += "eval_max_response_tokens overlong_buffer repetition_ngram max_skipped"
     at_least_0 = "warmup_steps eval_every eval_prompts weight_decay seed reference_update_every kl_coef entropy_coef "
-    at_least_0 += "critic_warmup_steps mismatch_low max_refills"
+    at_least_0 += "critic_warmup_steps mismatch_low max_refills save_every keep_last"
     positive = "lr max_grad_norm max_logprob_diff clip_high mismatch_cap tau_positive tau_negative critic_lr value_clip "
-    positive += "eval_temperature"
+    positive += "eval_temperature grace_seconds"
     greedy = "a positive, finite number; greedy samples of a group are all alike, so nothing can be learned"
     ranges = (
         ("at least 1", lambda v: 1 <= v < math.inf, at_least_1),
@@ -625,9 +662,118 @@ def model_folder(cfg: Config) -> str:
 
 
 def new_run_dir(cfg: Config, name: str) -> Path:
-    """The run's folder, by default a new one of this name under runs/; the same on every rank. A collective."""
-    default = ROOT / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return du.gather_objects(Path(cfg.run_dir or default).expanduser())[0]
+    """The run's folder, by default a new one of this name under runs/; the same on every rank, and after torchrun's restart."""
+    number, began = launch()
+    default = ROOT / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}-{number}"
+    return Path(cfg.run_dir or default).expanduser()
+
+
+# ---------------------------------------------------------------------------------------------- going on in a run
+
+
+def launch() -> tuple[int, float]:
+    """Number and start of the process that stands for this launch: torchrun's, which outlives restarts, or this one."""
+    process = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    return process.pid, process.create_time()
+
+
+def read_identity(run_dir: Path) -> dict:
+    """Which run a folder belongs to, and which launch works in it. Errors: ValueError where it is no run folder."""
+    try:
+        return {**json.loads((run_dir / "run.json").read_text())}
+    except (OSError, ValueError, TypeError) as e:
+        raise ValueError(f"{run_dir}: is no run folder, which has a run.json ({e})") from e
+
+
+def goes_on(cfg: Config, run_dir: Path) -> bool:
+    """Whether the run in this folder is continued: as asked for, or as torchrun has restarted the launch that made it."""
+    if cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return bool(cfg.resume)
+    try:
+        return read_identity(run_dir)["launch"] == list(launch())
+    except ValueError:  # the first attempt has not come so far
+        return False
+
+
+def settings_file(run_dir: str) -> str:
+    """The settings of the run that --resume names. Errors: ValueError."""
+    folder = Path(run_dir).expanduser()
+    file = folder / "config.yaml"
+    if not file.is_file():
+        said = "no such folder" if not folder.exists() else "is no run folder, which has a config.yaml"
+        raise ValueError(f"--resume {run_dir}: {said}. Name the folder of a run, as --run-dir did")
+    return str(file)
+
+
+def config_of(values: dict) -> Config:
+    """The configuration that a checkpoint keeps; settings that no longer exist are left out."""
+    names = {f.name for f in dataclasses.fields(Config)}
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})
+
+
+def resume_problems(cfg: Config) -> list[str]:
+    """What forbids to go on in the run folder --resume with this configuration."""
+    folder, said = Path(cfg.resume).expanduser(), f"--resume {cfg.resume}: "
+    if Path(cfg.run_dir).expanduser() != folder:
+        return [
+            f"--run-dir {cfg.run_dir} with --resume {cfg.resume}: a run goes on in its own folder. Drop --run-dir, or copy it"
+        ]
+    try:
+        read_identity(folder)
+    except ValueError as e:
+        return [f"{said}{e}"]
+    checkpoints = du.Checkpoints(folder / "checkpoints")
+    for step in reversed(checkpoints.steps()):
+        try:
+            state = du.read_state(checkpoints.path(step))
+            return [said + p for p in unlike(cfg, config_of(state["config"]), state["step"])]
+        except (OSError, ValueError, TypeError, KeyError):  # damaged: said, and set aside, when the ranks look for one
+            continue
+    return [f"{said}there is no complete checkpoint in {checkpoints.folder}. Start again in a new folder"]
+
+
+def unlike(cfg: Config, old: Config, step: int) -> list[str]:
+    """What cannot change in a run that has done `step` steps with the configuration `old`."""
+    problems = []
+    if cfg.seed != old.seed:
+        problems.append(f"--seed {cfg.seed}: was {old.seed}; the order of the data and every sample follow from it")
+    if cfg.algorithm in adv.ALGORITHMS and cfg.spec.needs_critic != old.spec.needs_critic:
+        having = ("has no critic", "has one")[:: 1 if cfg.spec.needs_critic else -1]
+        problems.append(
+            f"--algorithm {cfg.algorithm}: the checkpoint of {old.algorithm} {having[0]}, and {cfg.algorithm} {having[1]}"
+        )
+    if cfg.algorithm in adv.ALGORITHMS and bool(cfg.number("kl_coef")) != bool(old.number("kl_coef")):
+        problems.append(
+            f"--kl-coef {cfg.number('kl_coef'):g}: was {old.number('kl_coef'):g}; the reference model is a part of the "
+            "checkpoint, and can neither appear nor vanish"
+        )
+    if cfg.steps < step:
+        problems.append(f"--steps {cfg.steps}: the run has done {step}")
+    return problems
+
+
+def changes(cfg: Config, old: Config) -> list[str]:
+    """Every setting that differs."""
+    names = [f.name for f in dataclasses.fields(Config) if f.name not in (*NOT_SETTINGS, "run_dir")]
+    pairs = ((n, getattr(old, n), getattr(cfg, n)) for n in names)
+    return [f"{_flag(n)} {after}, was {before}" for n, before, after in pairs if before != after]
+
+
+def keep_records(run_dir: Path, step: int) -> None:
+    """Take what comes after `step` out of a run folder, as it will come again; and what a killed process left half written."""
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        lines = metrics.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            print(f"{metrics}: {len(lines) - len(kept)} lines after step {step} are taken out", flush=True)
+            du.write_text(metrics, "".join(kept))
+    for file in (p for pattern in ("samples/*", "eval/*/*", "batches/*") for p in run_dir.glob(pattern)):
+        number = re.search(r"_(\d+)(\.jsonl)?$", file.name)
+        if number and int(number[1]) > step:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    for beside in (run_dir / "checkpoints").glob("*.tmp"):
+        shutil.rmtree(beside)
 
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -647,22 +793,33 @@ def load_reference(cfg: Config, model_path: str, dtype: torch.dtype) -> torch.nn
     return du.shard_model(model, list(model.get_decoder().layers), dtype, offload=cfg.offload_reference)
 
 
-def make_run_dir(cfg: Config, run_dir: Path) -> None:
-    """A folder that describes its run: configuration, command line, git revision and diff, package versions."""
-    run_dir.mkdir(parents=True, exist_ok=bool(cfg.run_dir))
+def make_run_dir(cfg: Config, run_dir: Path, resumed: int | None = None) -> None:
+    """A folder that describes its run: configuration, command line, git revision and diff, package versions.
+
+    resumed: the step after which the run goes on; then that is in a folder of its own there, and config.yaml is the new one.
+    """
+    again = goes_on(cfg, run_dir)
+    run_dir.mkdir(parents=True, exist_ok=bool(cfg.run_dir) or again)
+    run = read_identity(run_dir)["run"] if again else secrets.token_hex(8)
+    du.write_text(run_dir / "run.json", json.dumps({"run": run, "launch": launch()}) + "\n")
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cfg).items()}
-    text = yaml.safe_dump({k: v for k, v in plain.items() if k not in ("config", *LISTS)}, sort_keys=False)
-    (run_dir / "config.yaml").write_text(text)
-    (run_dir / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
-    (run_dir / "git_revision.txt").write_text(git("rev-parse", "HEAD"))
-    (run_dir / "git.diff").write_text(git("diff", "HEAD"))
+    text = yaml.safe_dump({k: v for k, v in plain.items() if k not in NOT_SETTINGS}, sort_keys=False)
+    if again:
+        keep_records(run_dir, -1 if resumed is None else resumed)
+    folder = run_dir if resumed is None else run_dir / f"resumed_{resumed:06d}"
+    folder.mkdir(exist_ok=True)
+    for place in {run_dir, folder}:
+        du.write_text(place / "config.yaml", text)
+    (folder / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")
+    (folder / "git_revision.txt").write_text(git("rev-parse", "HEAD"))
+    (folder / "git.diff").write_text(git("diff", "HEAD"))
     for name in git("ls-files", "--others", "--exclude-standard", "*.py").splitlines():  # a fork not yet added
         if (ROOT / name).is_file():
-            copy = run_dir / "untracked" / name
+            copy = folder / "untracked" / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes((ROOT / name).read_bytes())
     versions = sorted({f"{d.name}=={d.version}" for d in metadata.distributions()})
-    (run_dir / "packages.txt").write_text("\n".join(versions) + "\n")
+    (folder / "packages.txt").write_text("\n".join(versions) + "\n")
     print(f"run folder: {run_dir}\n{text}", flush=True)
 
 
@@ -674,6 +831,15 @@ def git(*command: str) -> str:
         return f"no git here: {e}\n"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a whole step."""
+
+    step: int
+    position: int  # prompts taken
+    rng: dict  # of this rank
+
+
 @dataclass
 class Run:
     """What the set-up made, for the loop."""
@@ -681,6 +847,7 @@ class Run:
     cfg: Config
     ranks: du.Ranks
     run_dir: Path
+    run_id: str
     model_path: str
     tokenizer: PreTrainedTokenizerBase
     eos: tuple[int, ...]
@@ -695,17 +862,37 @@ class Run:
     reference: torch.nn.Module | None  # FSDP2, shards in the compute dtype
     order: ro.PromptOrder
     log: "Log"
+    stop: du.StopRequest
+    checkpoints: du.Checkpoints
+    done: Progress
+    last_saved: int = 0  # step of the last checkpoint that was begun
+
+    def tensors(self, known: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, by name, as it is sharded; `known` are the names in the one that is to be loaded."""
+        found = {}
+        for part, learner in (("policy", self.policy), ("critic", self.critic)):
+            if learner is not None:
+                own = [n.removeprefix(f"{part}.") for n in known if n.startswith(f"{part}.")]
+                found |= {f"{part}.{name}": tensor for name, tensor in learner.tensors(own).items()}
+        if self.reference is not None:
+            found |= {f"reference.weights.{name}": p.detach() for name, p in self.reference.named_parameters()}
+        return found
 
 
-def set_up(cfg: Config, ranks: du.Ranks) -> Run:
+def set_up(cfg: Config, ranks: du.Ranks, stop: du.StopRequest) -> Run:
     """Data, run folder, engine, model, optimizer and log, in this order: cheap things that can be wrong come first."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     model_path, run_dir = model_folder(cfg), new_run_dir(cfg, cfg.algorithm)
     tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
     du.agree("the prompts", [p.digest() for p in (prompts, *held_out.values())])
-    du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir)
+    checkpoints = du.Checkpoints(run_dir / "checkpoints", cfg.keep_last, cfg.async_save)
+    state = None
+    if du.gather_objects(goes_on(cfg, run_dir))[0]:
+        state = checkpoints.find(du.run_together("reading the run folder", read_identity, run_dir)["run"])
+        du.run_together("comparing with the checkpoint", compare, cfg, ranks, prompts, state)
+    resumed = None if state is None else state["step"]
+    du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir, resumed)
+    run_id = du.run_together("reading the run folder", read_identity, run_dir)["run"]
     du.run_together("describing the run", describe if ranks.rank == 0 else no_work, cfg, ranks, model_path, prompts, held_out)
     graders = du.run_together("starting the graders", start_graders, cfg, cfg.graders, cfg.max_response_tokens)
     held_out_graders = graders
@@ -714,23 +901,121 @@ def set_up(cfg: Config, ranks: du.Ranks) -> Run:
         held_out_graders = du.run_together("starting the graders of held-out responses", *request)
     dtype = du.compute_dtype(cfg.dtype, ranks.device)
     engine = load_engine(cfg, ranks, model_path, dtype)
+    policy, critic = load_learners(cfg, model_path, dtype)
+    reference = load_reference(cfg, model_path, dtype) if cfg.number("kl_coef") else None
+    order = ro.PromptOrder(len(prompts.rows), cfg.seed)
+    log = du.run_together("starting the log", Log, cfg, ranks, run_dir, run_id, resumed or 0)
+    for started in (graders, held_out_graders):
+        du.run_together("starting the graders", started.check)
+    data = (tokenizer, eos, prompts, held_out, graders, held_out_graders)
+    done = Progress(0, 0, du.rng_state(ranks.device))
+    models = (dtype, engine, policy, critic, reference)
+    run = Run(cfg, ranks, run_dir, run_id, model_path, *data, *models, order, log, stop, checkpoints, done)
+    if state is not None:
+        restore(run, state)
+    return run
+
+
+def load_learners(cfg: Config, model_path: str, dtype: torch.dtype) -> tuple[du.Learner, du.Learner | None]:
+    """Policy and critic with their optimizers, sharded."""
     how = (torch.float32, cfg.activation_checkpointing)
     model = du.run_together("loading the model", losses.load_model, model_path, *how)
     model = du.shard_model(model, list(model.get_decoder().layers), dtype)
     adamw = (cfg.lr_schedule, cfg.warmup_steps, cfg.adam_beta2, cfg.weight_decay)
     policy = du.Learner(model, cfg.lr, policy_updates(cfg), *adamw)
-    critic = reference = None
-    if cfg.spec.needs_critic:
-        critic = load_critic(cfg, model_path, dtype)
-        critic = du.Learner(critic, cfg.number("critic_lr"), cfg.steps * cfg.updates_per_rollout, *adamw, "critic_")
-    if cfg.number("kl_coef"):
-        reference = load_reference(cfg, model_path, dtype)
-    order = ro.PromptOrder(len(prompts.rows), cfg.seed)
-    log = du.run_together("starting the log", Log, cfg, ranks, run_dir)
-    for started in (graders, held_out_graders):
-        du.run_together("starting the graders", started.check)
-    data = (tokenizer, eos, prompts, held_out, graders, held_out_graders)
-    return Run(cfg, ranks, run_dir, model_path, *data, dtype, engine, policy, critic, reference, order, log)
+    if not cfg.spec.needs_critic:
+        return policy, None
+    critic = load_critic(cfg, model_path, dtype)
+    return policy, du.Learner(critic, cfg.number("critic_lr"), cfg.steps * cfg.updates_per_rollout, *adamw, "critic_")
+
+
+def compare(cfg: Config, ranks: du.Ranks, prompts: ro.Prompts, state: dict | None) -> None:
+    """Say what has changed since the checkpoint. Errors: ValueError for what cannot, or where --resume has no checkpoint."""
+    if state is None and cfg.resume:
+        raise ValueError(f"--resume {cfg.resume}: no checkpoint is complete. Start again in a new folder")
+    if state is None:
+        return
+    old = config_of(state["config"])
+    problems = unlike(cfg, old, state["step"])
+    if prompts.digest() != state["prompts"]:
+        problems.append(
+            "the training prompts are others than the run has trained on: another file, template, tokenizer or limit"
+        )
+    if problems:
+        raise ValueError("the run cannot go on:\n  - " + "\n  - ".join(problems))
+    if ranks.rank == 0:
+        print(f"going on after step {state['step']}", flush=True)
+        for change in changes(cfg, old):
+            print(f"changed: {change}", flush=True)
+        if len(state["rng"]) != ranks.world_size:
+            said = f"{ranks.world_size} ranks, was {len(state['rng'])}: numbers will agree to rounding, not bit for bit"
+            print(f"changed: {said}", flush=True)
+
+
+def restore(run: Run, state: dict) -> None:
+    """Take up the checkpoint of `state`: tensors, counters, place in the data, generators, and the engine's weights."""
+    folder, rank = run.checkpoints.path(state["step"]), run.ranks.rank
+    names = du.run_together("reading the checkpoint", du.tensor_names, folder)
+    tensors = run.tensors(sorted(names))
+    unlike = sorted(names ^ set(tensors))
+    if unlike:
+        raise du.RankFailure(f"{folder} and the models of this run differ in {len(unlike)} tensors: {', '.join(unlike[:5])}")
+    du.load_checkpoint(folder, tensors)
+    restore_counters(run, state)
+    run.order.position = state["position"]
+    if rank < len(state["rng"]):
+        du.set_rng_state(state["rng"][rank], run.ranks.device)
+    run.done = Progress(state["step"], state["position"], du.rng_state(run.ranks.device))
+    run.last_saved = state["step"]
+    run.engine.load_weights(du.full_parameters(run.policy.model, run.dtype))
+
+
+def restore_counters(run: Run, state: dict) -> None:
+    """Optimizer steps made, and those skipped in a row."""
+    for name, learner in (("policy", run.policy), ("critic", run.critic)):
+        if learner is not None:
+            learner.num_updates, learner.num_skipped = state["learners"][name]
+
+
+def save(run: Run) -> None:
+    """A checkpoint of the last whole step. A collective."""
+    learners = {"policy": run.policy} | ({"critic": run.critic} if run.critic is not None else {})
+    state = {
+        "run": run.run_id,
+        "step": run.done.step,
+        "position": run.done.position,
+        "rng": du.gather_objects(run.done.rng),
+        "learners": {name: (learner.num_updates, learner.num_skipped) for name, learner in learners.items()},
+        "prompts": run.prompts.digest(),
+        "config": dataclasses.asdict(run.cfg),
+    }
+    run.checkpoints.save(run.done.step, run.tensors(), state)
+    run.last_saved = run.done.step
+    if run.ranks.rank == 0:
+        for batches in (run.run_dir / "batches").glob("step_*"):  # those whose checkpoint is gone cannot be replayed
+            before = int(batches.name.removeprefix("step_")) - 1
+            if before and before not in run.checkpoints.steps():
+                shutil.rmtree(batches)
+
+
+def stop_if_asked(run: Run) -> None:
+    """After a signal to any rank, save the last whole step and end the run on all. A collective; between the parts of a step.
+
+    Only where the engine has the weights of that step: a checkpoint holds no others. With --push-every over 1 the run goes on
+    until then, as long as --grace-seconds allow.
+    Errors: Stopped.
+    """
+    number = int(du.max_over_ranks(run.stop.number))
+    if not number or run.done.step % run.cfg.push_every:
+        return
+    run.checkpoints.finish()
+    if run.done.step > run.last_saved:
+        save(run)
+        run.checkpoints.finish()
+    said = f"{signal.Signals(number).name}: stopped after step {run.done.step} of {run.cfg.steps}"
+    how = f"go on with --resume {run.run_dir}" if run.done.step else "nothing was done yet"
+    close(run)
+    raise du.Stopped(number, f"{said}; {how}")
 
 
 def start_graders(cfg: Config, rewards: dict[str, rw.Reward], longest: int) -> rw.Graders:
@@ -1001,36 +1286,72 @@ def with_advantages(batches: list[tuple], advantages: torch.Tensor, returns: tor
     return filled
 
 
-def update_policy(run: Run, batches: list[tuple], fresh: bool, meter: du.Meter) -> None:
-    """Train on every optimizer batch, `epochs_per_rollout` times. fresh: the engine sampled with these weights.
+def update(run: Run, step: int, batches: list[tuple], meter: du.Meter) -> int:
+    """The optimizer steps of one rollout; how many were skipped, as loss or gradient was not finite.
 
-    Errors: RuntimeError where engine and trainer differ, or a gradient is not finite.
+    Errors: RuntimeError where engine and trainer differ.
     """
-    cfg, model = run.cfg, run.policy.model
+    cfg, num_skipped = run.cfg, 0
+    fresh = (step - 1) % cfg.push_every == 0  # the engine sampled with the trainer's weights
+    if step <= cfg.warmup_rollouts:
+        check_mismatch(cfg, batches, fresh, meter)
+    else:
+        num_skipped += update_policy(run, batches, fresh, meter)
+    if run.critic is not None:
+        num_skipped += update_critic(run, batches, meter)
+    return num_skipped
+
+
+def keep_batches(run: Run, step: int, batches: list[tuple], num_skipped: int) -> None:
+    """Write the batches of a step that scripts/replay.py can need: of the first after a checkpoint, or with a skipped update.
+
+    A collective. Errors: RankFailure after --max-skipped skipped updates in a row.
+    """
+    folder, follows = run.run_dir / "batches", run.last_saved == step - 1
+    if num_skipped or follows:
+        name = f"{'skipped' if num_skipped else 'step'}_{step:06d}"
+        file = folder / name / f"rank_{run.ranks.rank}.safetensors"
+        du.run_together("saving the batches", losses.save_batches, file, batches)
+    in_a_row = max(learner.num_skipped for learner in (run.policy, run.critic) if learner is not None)
+    if in_a_row >= run.cfg.max_skipped:
+        said = f"loss or gradient was not finite in {in_a_row} optimizer steps in a row (--max-skipped {run.cfg.max_skipped})"
+        saved = f"the last checkpoint is of step {run.last_saved}" if run.last_saved else "there is no checkpoint"
+        raise du.RankFailure(f"step {step}: {said}; the weights were left as they were. See {folder}; {saved}")
+
+
+def update_policy(run: Run, batches: list[tuple], fresh: bool, meter: du.Meter) -> int:
+    """Train on every optimizer batch, `epochs_per_rollout` times. fresh: the engine sampled with these weights."""
+    cfg, model, num_skipped = run.cfg, run.policy.model, 0
     for epoch in range(cfg.epochs_per_rollout):
         for number, (micro, total) in enumerate(batches):
+            share = torch.zeros(())
             for i, batch in enumerate(micro):
                 logprobs, entropy = losses.token_logprobs(model, batch, cfg.temperature)
                 if batch.old_logprobs is None:
                     micro[i] = batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
                 loss = policy_loss(cfg, batch, logprobs, entropy, total, meter)
                 meter.total("loss/policy", loss.detach() / (len(batches) * cfg.epochs_per_rollout))
+                share = share + loss.detach().cpu()
                 (loss * run.ranks.world_size).backward()  # FSDP2 averages over ranks, the loss is a share of the sum
             if epoch == number == 0:  # no weight has changed yet, and every batch has its old log-probs by now
                 check_mismatch(cfg, batches, fresh, meter)
-            run.policy.step(cfg.max_grad_norm, meter)
+            num_skipped += not run.policy.step(float(share), cfg.max_grad_norm, meter)
+    return num_skipped
 
 
-def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> None:
+def update_critic(run: Run, batches: list[tuple], meter: du.Meter) -> int:
     """Train the critic on every optimizer batch, `epochs_per_rollout` times."""
-    cfg = run.cfg
+    cfg, num_skipped = run.cfg, 0
     for _ in range(cfg.epochs_per_rollout):
         for micro, total in batches:
+            share = torch.zeros(())
             for batch in micro:
-                share = critic_loss(cfg, batch, losses.token_values(run.critic.model, batch), total, meter)
-                meter.total("loss/value", share.detach() / (len(batches) * cfg.epochs_per_rollout))
-                (share * run.ranks.world_size).backward()
-            run.critic.step(cfg.max_grad_norm, meter)
+                loss = critic_loss(cfg, batch, losses.token_values(run.critic.model, batch), total, meter)
+                meter.total("loss/value", loss.detach() / (len(batches) * cfg.epochs_per_rollout))
+                share = share + loss.detach().cpu()
+                (loss * run.ranks.world_size).backward()
+            num_skipped += not run.critic.step(float(share), cfg.max_grad_norm, meter)
+    return num_skipped
 
 
 def policy_loss(
@@ -1147,26 +1468,30 @@ def is_headline(metric: str) -> bool:
 class Log:
     """metrics.jsonl, and its views: one line a step on the console, and Weights & Biases. Writes on rank 0 only."""
 
-    def __init__(self, cfg: Config, ranks: du.Ranks, run_dir: Path):
+    def __init__(self, cfg: Config, ranks: du.Ranks, run_dir: Path, run_id: str, done: int):
         self.cfg, self.run_dir, self.writes = cfg, run_dir, ranks.rank == 0
-        self.bar = tqdm(total=cfg.steps, unit="step", disable=not self.writes, dynamic_ncols=True)
+        self.bar = tqdm(total=cfg.steps, initial=done, unit="step", disable=not self.writes, dynamic_ncols=True)
         self.wandb = None
         if self.writes and cfg.wandb_mode != "disabled":
             import wandb
 
-            config = dataclasses.asdict(cfg)
-            self.wandb = wandb.init(
-                project=cfg.wandb_project, name=run_dir.name, dir=run_dir, mode=cfg.wandb_mode, config=config
-            )
+            known = {"project": cfg.wandb_project, "name": run_dir.name, "id": run_id, "config": dataclasses.asdict(cfg)}
+            self.wandb = wandb.init(dir=run_dir, mode=cfg.wandb_mode, resume="allow", **known)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step; the names must be in dist_utils.METRICS."""
+        """Record one step; the names must be in dist_utils.METRICS. What is not finite is said, and left out."""
         unknown = [n for n in metrics if not du.known_metric(n)]
         assert not unknown, f"metrics that METRICS does not describe: {unknown}"
         if not self.writes:
             return
+        endless = [n for n, value in metrics.items() if not math.isfinite(value)]
+        if endless:
+            print(f"step {step}: not finite, and not in the log: {', '.join(endless)}", file=sys.stderr, flush=True)
+        metrics = {n: value for n, value in metrics.items() if n not in endless}
         with (self.run_dir / "metrics.jsonl").open("a") as f:
             f.write(json.dumps({"step": step, **metrics}) + "\n")
+            f.flush()
+            os.fsync(f.fileno())  # a checkpoint of this step must not outlive its line
         if self.wandb:
             self.wandb.log(metrics, step=step)
         tqdm.write(self.line(step, metrics), file=sys.stdout)
@@ -1203,17 +1528,28 @@ class Log:
 
 
 def train(cfg: Config, ranks: du.Ranks) -> None:
-    """The run, in order."""
-    run = set_up(cfg, ranks)
+    """A whole run, or the rest of one."""
+    with du.StopRequest(ranks, cfg.grace_seconds) as stop:
+        run = set_up(cfg, ranks, stop)
+        take_steps(run)
+        finish(run)
+
+
+def take_steps(run: Run) -> None:
+    """The steps that are left, in order."""
+    cfg, ranks = run.cfg, run.ranks
     hook = du.run_together("loading the hook", rw.load_function, cfg.reward_hook) if cfg.reward_hook else None
-    if cfg.eval_every:
+    if cfg.eval_every and not run.done.step:
         du.run_together("logging", run.log.step, 0, evaluate(run, 0))
 
-    for step in range(1, cfg.steps + 1):
-        meter, ledger = du.Meter(), du.Ledger(du.PHASES)
+    ledger = du.Ledger(du.PHASES)
+    for step in range(run.done.step + 1, cfg.steps + 1):
+        meter = du.Meter()
+        stop_if_asked(run)
 
         # ---- rollout, graded and scored: all samples, and those to train on, in the order of their optimizer batches
         everything, chosen, sizes, verdicts = collect(run, step, hook, ledger, meter)
+        stop_if_asked(run)  # nothing has been learned of it yet
 
         # ---- batches, and what has to be known before the update: reference log-probs, old log-probs, values
         with ledger.phase("forward"):
@@ -1234,13 +1570,8 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
 
         # ---- update
         with ledger.phase("update"):
-            fresh = (step - 1) % cfg.push_every == 0  # the engine sampled with the trainer's weights
-            if warming_up:
-                check_mismatch(cfg, batches, fresh, meter)
-            else:
-                update_policy(run, batches, fresh, meter)
-            if run.critic is not None:
-                update_critic(run, batches, meter)
+            num_skipped = update(run, step, batches, meter)
+            keep_batches(run, step, batches, num_skipped)
             if cfg.reference_update_every and step % cfg.reference_update_every == 0:
                 du.copy_shards(run.policy.model, run.reference)
 
@@ -1263,18 +1594,31 @@ def train(cfg: Config, ranks: du.Ranks) -> None:
         write_step(run, step, everything, verdicts)
         meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
+        meter.peak("perf/memory_gib", du.memory_gib())
         ledger.close(meter, sum(len(s.response_ids) for s in everything.samples), ranks.world_size)
         du.run_together("logging", run.log.step, step, meter.reduce() | metrics)
 
-    finish(run)
+        # ---- save: the step is whole
+        run.done = Progress(step, run.order.position, du.rng_state(ranks.device))
+        ledger = du.Ledger(du.PHASES)
+        with ledger.phase("save"):
+            run.checkpoints.finish(wait=False)
+            if cfg.save_every and step % cfg.save_every == 0:
+                save(run)
 
 
 def finish(run: Run) -> None:
-    """Export the policy, close the log, sum up; nothing collective may follow the end of the engine."""
+    """Commit a checkpoint that is being written, export the policy, sum up, and close everything."""
+    run.checkpoints.finish()
     if run.cfg.export:
         du.export_model(run.policy.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")
-    du.run_together("closing the log", run.log.close)
     du.run_together("summing up", sum_up if run.ranks.rank == 0 else no_work, run.run_dir)
+    close(run)
+
+
+def close(run: Run) -> None:
+    """End the log, the graders and the engine, after which nothing collective may follow."""
+    du.run_together("closing the log", run.log.close)
     for graders in {run.graders, run.held_out_graders}:
         graders.close()
     run.engine.close()
@@ -1298,7 +1642,8 @@ def sum_up(run_dir: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `argv`; exit code 0 after a whole run, 2 for a wrong configuration, 1 for any other failure."""
+    """Run `argv`; exit code 0 after a whole run, 2 for a wrong configuration, 128 + its number after a signal, 1 for any other
+    failure."""
     cfg = parse(argv)
     for name, table in LISTS.items():
         if getattr(cfg, name):
@@ -1308,16 +1653,19 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run_process(work: Callable[[Config, du.Ranks], None], cfg: Config) -> None:
-    """Join the ranks, do `work`, and end this process with its exit code: 0, or 1 after a message. Never returns."""
+    """Join the ranks, do `work`, and end this process with its exit code, not 0 after a message. Never returns."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     ranks = du.start()
     exit_code = 1
     try:
         work(cfg, ranks)
         exit_code = 0
-    except du.RankFailure as e:  # the rank that failed has printed its traceback
+    except du.Stopped as e:
+        exit_code = 128 + e.number
         print(f"[rank {ranks.rank}] {e}", file=sys.stderr)
-    except BaseException:
-        print(f"[rank {ranks.rank}]\n{traceback.format_exc()}", file=sys.stderr)
+    except BaseException as e:
+        du.fail(ranks, e)
     du.leave(exit_code)
 
 
@@ -1329,6 +1677,7 @@ def numbers_of(algorithm: adv.Algorithm) -> list[str]:
     return [n for function in stages for n in adv.options_of(function)] + critic + sampling
 
 
+NOT_SETTINGS = ("config", "resume", "list_algorithms", "list_rewards", "list_metrics")  # of the command line alone
 LISTS = {  # flags that print a table
     "list_algorithms": lambda: adv.algorithm_table(adv.ALGORITHMS, numbers_of),
     "list_rewards": rw.reward_table,

@@ -2,12 +2,14 @@
 
     train_worker.py OPTIONS ARGUMENTS OF train.py...
 OPTIONS is JSON: {"fail": [module, function, rank], "probe": FILE, "runs": {name: arguments}, "failures":
-{phase: fail}}. `probe` writes the trainer's log-probs of a fixed response (PROBE) before the export; `runs` makes one run after
-another in one process group, each in a folder of its name under --run-dir; `failures` likewise, each with something broken.
+{phase: fail}, "resumes": STEPS}. `probe` writes the trainer's log-probs of a fixed response (PROBE) before the export; `runs`
+makes one run after another in one process group, each in a folder of its name under --run-dir; `failures` likewise, each with
+something broken; `resumes` one whole run, and for each of STEPS the rest of it from the checkpoint of that step.
 """
 
 import functools
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,19 @@ def many_runs(ranks: du.Ranks, folder: Path, argv: list[str], runs: dict[str, li
     ro.AutoTokenizer = SimpleNamespace(from_pretrained=functools.cache(AutoTokenizer.from_pretrained))
     for name, more in runs.items():
         train.train(train.parse([*argv, *more, "--run-dir", str(folder / name)]), ranks)
+
+
+def resume_from(ranks: du.Ranks, folder: Path, argv: list[str], steps: list[int]) -> None:
+    """A whole run in `folder`/straight, and in from_<step> copies of it that lost all checkpoints after `step` and went on."""
+    many_runs(ranks, folder, argv, {"straight": ["--save-every", "1", "--keep-last", "0"]})
+    for step in steps:
+        copy = folder / f"from_{step}"
+        if ranks.rank == 0:
+            shutil.copytree(folder / "straight", copy)
+            for later in du.Checkpoints(copy / "checkpoints").steps()[step:]:
+                shutil.rmtree(copy / "checkpoints" / f"step_{later:06d}")
+        du.gather_objects(None)  # the copy is whole
+        train.train(train.parse(["--resume", str(copy)]), ranks)
 
 
 def fail_in(ranks: du.Ranks, folder: Path, argv: list[str], failures: dict[str, list]) -> None:
@@ -89,6 +104,9 @@ def main(options: dict, argv: list[str]) -> None:
         du.export_model = export_and_probe
     if "failures" in options:
         fail_in(du.start(), Path(argv[argv.index("--run-dir") + 1]), argv, options["failures"])
+        du.leave(0)
+    if "resumes" in options:
+        resume_from(du.start(), Path(argv[argv.index("--run-dir") + 1]), argv, options["resumes"])
         du.leave(0)
     if "runs" in options:
         folder = Path(argv[argv.index("--run-dir") + 1])
