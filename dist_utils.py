@@ -121,8 +121,9 @@ def fail(ranks: Ranks, error: BaseException) -> None:
 
     A rank that dies inside a collective leaves the others with an error of the network, which says nothing.
     """
-    own = f"rank {ranks.rank}: {type(error).__name__}: {error}"
-    first = ranks.store.compare_set(FAILED, "", own).decode() if ranks.store else own
+    own = first = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    with contextlib.suppress(Exception):  # without torchrun, the store goes with rank 0
+        first = ranks.store.compare_set(FAILED, "", own).decode() if ranks.store else own
     if isinstance(error, RankFailure):  # the rank that failed has printed its traceback
         print(f"[rank {ranks.rank}] {error}", file=sys.stderr)
     elif first == own:
@@ -172,9 +173,10 @@ class StopRequest:
         self.number = self._next(None)
         if not self.number:
             return
-        if self.ranks.store is not None and self.ranks.store.check([FAILED]):
-            fail(self.ranks, RuntimeError("stopped"))
-            leave(1)
+        with contextlib.suppress(Exception):  # as in `fail`
+            if self.ranks.store is not None and self.ranks.store.check([FAILED]):
+                fail(self.ranks, RuntimeError("stopped"))
+                leave(1)
         name, began = signal.Signals(self.number).name, time.monotonic()
         said = f"{name}: stopping within {self.grace:g} s; again to leave at once"
         print(f"[rank {self.ranks.rank}] {said}", file=sys.stderr, flush=True)

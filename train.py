@@ -34,7 +34,7 @@ import torch
 import tyro
 import yaml
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
 
 import advantages as adv
@@ -881,7 +881,7 @@ class Run:
 
 def set_up(cfg: Config, ranks: du.Ranks, stop: du.StopRequest) -> Run:
     """Data, run folder, engine, model, optimizer and log, in this order: cheap things that can be wrong come first."""
-    torch.manual_seed(cfg.seed)
+    set_seed(cfg.seed)
     model_path, run_dir = model_folder(cfg), new_run_dir(cfg, cfg.algorithm)
     tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
     du.agree("the prompts", [p.digest() for p in (prompts, *held_out.values())])

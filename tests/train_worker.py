@@ -8,6 +8,7 @@ something broken; `resumes` one whole run, and for each of STEPS the rest of it 
 """
 
 import functools
+import hashlib
 import json
 import shutil
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import safetensors.torch
 import torch
 from transformers import AutoTokenizer
 
@@ -48,6 +50,22 @@ def many_runs(ranks: du.Ranks, folder: Path, argv: list[str], runs: dict[str, li
     ro.AutoTokenizer = SimpleNamespace(from_pretrained=functools.cache(AutoTokenizer.from_pretrained))
     for name, more in runs.items():
         train.train(train.parse([*argv, *more, "--run-dir", str(folder / name)]), ranks)
+
+
+def facts(run: Path) -> tuple:
+    """What two equal runs have alike, bit for bit: metrics but for times and memory, responses, and the last checkpoint."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = ("perf/seconds", "perf/tokens_per_second", "perf/peak_memory", "perf/memory")
+    metrics = [{name: value for name, value in r.items() if not name.startswith(measured)} for r in records]
+    texts = {str(f.relative_to(run)): f.read_text() for f in (*run.glob("samples/*"), *run.glob("eval/*/*"))}
+    checkpoints = du.Checkpoints(run / "checkpoints")
+    folder = checkpoints.path(checkpoints.steps()[-1])
+    state = {name: v for name, v in du.read_state(folder).items() if name not in ("config", "files", "run")}
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(file).items():
+            tensors[file.name, name] = (tuple(tensor.shape), hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+    return metrics, texts, state, tensors
 
 
 def resume_from(ranks: du.Ranks, folder: Path, argv: list[str], steps: list[int]) -> None:
