@@ -640,7 +640,7 @@ class Checkpoints:
                 files |= part
             run_together(f"committing the checkpoint of step {step}", commit)
         except RankFailure:
-            if is_first_rank():
+            if is_first_rank():  # what is there takes room, and is of no use
                 shutil.rmtree(beside, ignore_errors=True)
             raise
 

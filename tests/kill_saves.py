@@ -6,6 +6,7 @@ Two ranks over gloo. Each kill strikes one rank or both, at a random time after 
 temporary name, in one attempt with and in the next without --async-save. Prints a line a kill and a summary as JSON.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -69,9 +70,11 @@ def reap(pids: list[int]) -> list[int]:
 
 def strike(pids: list[int], folder: Path, chance: random.Random) -> str:
     """Wait for the save that is to be struck, then kill; what was there: files under temporary and under final names."""
-    saves, seen, began = chance.randint(1, 3), set(), time.monotonic()
-    while len(seen) < saves and time.monotonic() - began < WAIT:
-        seen |= {p.name for p in folder.glob("checkpoints/step_*.tmp")}
+    saves, seen, began = chance.randint(1, 3), set(), time.time()
+    while len(seen) < saves and time.time() - began < WAIT:
+        for p in folder.glob("checkpoints/step_*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                seen |= {p.name} if p.stat().st_ctime > began else set()  # not what an earlier attempt has left
     time.sleep(chance.random() * 0.25)
     struck = chance.choice([[0], [1], [0, 1]])
     for rank in struck:
