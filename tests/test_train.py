@@ -351,6 +351,8 @@ SILENT = {  # no token is trained on: nothing is scored, all are flat, or all ar
     "flat": ["--algorithm", "dapo", "--rewards", "silent", "truncated", "--max-refills", "2", "--weight-decay", "0.1"],
     "cut": ["--algorithm", "gdpo", "--truncated-responses", "mask", "--optimizer-steps-per-rollout", "2"],
 }
+RESUMED = ["--algorithm", "ppo", "--steps", "5", "--reference-update-every", "2", "--critic-warmup-steps", "1", *SEVERAL]
+RESUMED += ["--lr-schedule", "cosine", "--warmup-steps", "3"]
 COMPARED = ["gdpo", "reinforce_plus_plus", "ppo", "stale", "filtered"]  # on one process too
 
 
@@ -360,7 +362,8 @@ def many(tiny, alone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("many")
     found = {"folder": folder}
     argv = [str(a) for a in ("--model", tiny, *BASE, *MANY)]
-    result = launch(2, "train_worker.py", json.dumps({"runs": RUNS | SILENT}), "--run-dir", folder / "2", *argv, timeout=240)
+    options = json.dumps({"runs": RUNS | SILENT, "resumes": [RESUMED, [3]]})
+    result = launch(2, "train_worker.py", options, "--run-dir", folder / "2", *argv, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     train_worker.many_runs(alone, folder / "1", argv, {name: RUNS[name] for name in COMPARED})
     for world, names in ((1, COMPARED), (2, [*RUNS, *SILENT])):

@@ -2,16 +2,22 @@
 
     train_worker.py OPTIONS ARGUMENTS OF train.py...
 OPTIONS is JSON: {"fail": [module, function, rank], "probe": FILE, "runs": {name: arguments}, "failures":
-{phase: fail}, "resumes": STEPS}. `probe` writes the trainer's log-probs of a fixed response (PROBE) before the export; `runs`
-makes one run after another in one process group, each in a folder of its name under --run-dir; `failures` likewise, each with
-something broken; `resumes` one whole run, and for each of STEPS the rest of it from the checkpoint of that step.
+{phase: fail}, "resumes": [arguments, steps], "dies": [rank, sampling], "slow": FILE}. `probe` writes the trainer's log-probs
+of a fixed response (PROBE) before the export; `runs` makes one run after another in one process group, each in a folder of its
+name under --run-dir; `resumes`, after them, a whole run and what is left of it after the checkpoint of each of `steps`;
+`failures` one run after another, each with something broken; `dies` kills a rank with SIGKILL as it samples for the n-th time,
+unless torchrun has restarted it; `slow` makes FILE and sleeps for a minute whenever samples are asked for.
 """
 
 import functools
 import hashlib
+import itertools
 import json
+import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,9 +74,9 @@ def facts(run: Path) -> tuple:
     return metrics, texts, state, tensors
 
 
-def resume_from(ranks: du.Ranks, folder: Path, argv: list[str], steps: list[int]) -> None:
+def resume_from(ranks: du.Ranks, folder: Path, argv: list[str], more: list[str], steps: list[int]) -> None:
     """A whole run in `folder`/straight, and in from_<step> copies of it that lost all checkpoints after `step` and went on."""
-    many_runs(ranks, folder, argv, {"straight": ["--save-every", "1", "--keep-last", "0"]})
+    many_runs(ranks, folder, argv, {"straight": [*more, "--save-every", "1", "--keep-last", "0"]})
     for step in steps:
         copy = folder / f"from_{step}"
         if ranks.rank == 0:
@@ -91,6 +97,17 @@ def fail_in(ranks: du.Ranks, folder: Path, argv: list[str], failures: dict[str, 
         except du.RankFailure as e:
             print(f"rank {ranks.rank} saw: {e}", flush=True)
         mend()
+
+
+def before_sampling(work: Callable[[], None]) -> None:
+    """Do something whenever samples are asked for."""
+    sample = ro.sample_groups
+
+    def wrapped(*args):
+        work()
+        return sample(*args)
+
+    ro.sample_groups = wrapped
 
 
 def break_on(module: str, name: str, rank: int) -> Callable[[], None]:
@@ -123,13 +140,17 @@ def main(options: dict, argv: list[str]) -> None:
     if "failures" in options:
         fail_in(du.start(), Path(argv[argv.index("--run-dir") + 1]), argv, options["failures"])
         du.leave(0)
-    if "resumes" in options:
-        resume_from(du.start(), Path(argv[argv.index("--run-dir") + 1]), argv, options["resumes"])
-        du.leave(0)
     if "runs" in options:
-        folder = Path(argv[argv.index("--run-dir") + 1])
-        many_runs(du.start(), folder, argv, options["runs"])
+        ranks, folder = du.start(), Path(argv[argv.index("--run-dir") + 1])
+        many_runs(ranks, folder, argv, options["runs"])
+        if "resumes" in options:
+            resume_from(ranks, folder, argv, *options["resumes"])
         du.leave(0)
+    if "slow" in options:
+        before_sampling(lambda: Path(options["slow"]).touch() or time.sleep(60))
+    if "dies" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        me, calls = int(os.environ["RANK"]), itertools.count(1)
+        before_sampling(lambda: os.kill(os.getpid(), signal.SIGKILL) if [me, next(calls)] == options["dies"] else None)
     train.main(argv)
 
 
