@@ -23,7 +23,10 @@ import train_worker  # imports everything once: each attempt is a fork
 import dist_utils as du
 import train
 
-WAIT = 60.0  # seconds: a rank that is still there has hung
+WAIT, WHOLE = (
+    60.0,
+    3600.0,
+)  # seconds after which a rank that is still there has hung, of a run that was killed and of a whole one
 
 
 def start(rank: int, port: int, argv: list[str], log: Path) -> int:
@@ -52,7 +55,7 @@ def launch(argv: list[str], log: Path) -> list[int]:
     return [start(rank, port, argv, log) for rank in range(2)]
 
 
-def reap(pids: list[int]) -> list[int]:
+def reap(pids: list[int], wait: float = WAIT) -> list[int]:
     """Exit codes, minus a signal's number. Errors: SystemExit where a rank does not return."""
     codes, began = {}, time.monotonic()
     while len(codes) < len(pids):
@@ -60,7 +63,7 @@ def reap(pids: list[int]) -> list[int]:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() - began > WAIT:
+        if time.monotonic() - began > wait:
             for pid in set(pids) - set(codes):
                 os.kill(pid, signal.SIGKILL)
             raise SystemExit(f"ranks hang: {codes}")
@@ -105,8 +108,8 @@ def main(kills: int, folder: Path, seed: int, argv: list[str]) -> None:
             f"kill {kill + 1}: {where}; exit codes {codes}; {logged} steps logged, goes on after {steps_resumed[-1]}",
             flush=True,
         )
-    (end,) = {*reap(launch(["--resume", str(run), "--no-async-save"], log))}
-    (whole,) = {*reap(launch([*fresh, "--run-dir", str(folder / "peace")], log))}
+    (end,) = {*reap(launch(["--resume", str(run), "--no-async-save"], log), WHOLE)}
+    (whole,) = {*reap(launch([*fresh, "--run-dir", str(folder / "peace")], log), WHOLE)}
     equal = train_worker.facts(run) == train_worker.facts(folder / "peace")
     summary = {"kills": kills, "steps_lost": lost, "from_step": steps_resumed, "exit_codes": [end, whole], "equal": equal}
     print(json.dumps(summary))
