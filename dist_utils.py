@@ -113,7 +113,7 @@ def leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-FAILED = "failure"  # key of the store
+FAILED = f"failure of attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # key of the store, which outlives restarts
 
 
 def fail(ranks: Ranks, error: BaseException) -> None:

@@ -250,44 +250,55 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def begin(world: int, *argv: object, options: dict, restarts: int = 0) -> subprocess.Popen:
-    """train_worker.py in processes of its own, which `finish` waits for."""
+def begin(log: Path, world: int, *argv: object, options: dict, restarts: int = 0) -> subprocess.Popen:
+    """train_worker.py in processes of its own, which `finish` waits for; what they say goes to a file."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", f"--max-restarts={restarts}"]
     command = [sys.executable, *(torchrun if world else []), str(ROOT / "tests" / "train_worker.py"), json.dumps(options)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*command, *map(str, argv)], env=env, cwd=ROOT, start_new_session=True, **pipes)
+    with log.open("w") as f:
+        return subprocess.Popen(
+            [*command, *map(str, argv)], env=env, cwd=ROOT, start_new_session=True, stdout=f, stderr=subprocess.STDOUT
+        )
 
 
-def wait_for(what, seconds: float = 60) -> None:
+def wait_for(what, log: Path, process: subprocess.Popen, seconds: float = 60) -> None:
     began = time.monotonic()
     while not what():
-        assert time.monotonic() - began < seconds, "it does not come"
+        if process.poll() is not None or time.monotonic() - began > seconds:
+            end_all(process)
+            pytest.fail(f"it does not come:\n{log.read_text()[-3000:]}")
         time.sleep(0.05)
 
 
-def finish(process: subprocess.Popen, members: list[psutil.Process], seconds: float) -> tuple[int, str]:
+def end_all(process: subprocess.Popen) -> None:
+    """Whatever it does, torchrun's ranks have sessions of their own."""
+    for each in family(process) if process.poll() is None else ():
+        each.kill()
+
+
+def finish(process: subprocess.Popen, log: Path, members: list[psutil.Process], seconds: float) -> tuple[int, str]:
     """Exit code and output; all of its processes must be gone."""
     try:
-        output, _ = process.communicate(timeout=seconds)
+        code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"still there after {seconds} s:\n{process.communicate()[0][-3000:]}")
+        end_all(process)
+        pytest.fail(f"still there after {seconds} s:\n{log.read_text()[-3000:]}")
     _, alive = psutil.wait_procs(members, timeout=5)
     assert not alive, f"left behind: {alive}"
-    return process.returncode, output
+    return code, log.read_text()
 
 
 def test_torchrun_restarts_a_run_that_goes_on_and_sigterm_ends_it(small, tmp_path):
     """Rank 1 is killed in step 3; torchrun starts both again, which go on after step 2; then torchrun itself gets SIGTERM."""
     run_dir, shared = tmp_path / "run", set(os.listdir("/dev/shm"))
     argv = [*small, "--steps", "60", "--run-dir", run_dir, "--keep-last", "2"]
-    process = begin(2, *argv, options={"dies": [1, 5]}, restarts=1)  # two samplings in the evaluation before
-    wait_for(lambda: (run_dir / "checkpoints" / "step_000004").exists())
+    log = tmp_path / "log"
+    process = begin(log, 2, *argv, options={"dies": [1, 5]}, restarts=1)  # two samplings in the evaluation before
+    wait_for(lambda: (run_dir / "checkpoints" / "step_000004").exists(), log, process)
     members = family(process)
     assert len(members) >= 5  # torchrun, two ranks, their graders
     process.send_signal(signal.SIGTERM)
-    code, output = finish(process, members, 30)
+    code, output = finish(process, log, members, 30)
     assert code != 0 and output.count("going on after step 2") == 1 and "SIGTERM: stopped after step" in output
     steps = [json.loads(x)["step"] for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(len(steps))) and du.Checkpoints(run_dir / "checkpoints").steps() == steps[-2:]
@@ -297,15 +308,16 @@ def test_torchrun_restarts_a_run_that_goes_on_and_sigterm_ends_it(small, tmp_pat
 def test_a_second_signal_leaves_at_once_with_the_documented_code(small, tmp_path):
     """While it samples for a minute, in C: the first signal is noted, the second ends the process and its graders."""
     argv = [*small, "--eval-every", "0", "--steps", "5", "--run-dir", tmp_path / "run"]
-    process = begin(0, *argv, options={"slow": str(tmp_path / "samples")})
-    wait_for(lambda: (tmp_path / "samples").exists())
+    log = tmp_path / "log"
+    process = begin(log, 0, *argv, options={"slow": str(tmp_path / "samples")})
+    wait_for(lambda: (tmp_path / "samples").exists(), log, process)
     members = family(process)
     assert len(members) >= 2  # its graders
     process.send_signal(signal.SIGINT)
     time.sleep(du.StopRequest.REPEAT + 0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    code, output = finish(process, members, 5)
+    code, output = finish(process, log, members, 5)
     assert code == 130 and "SIGINT: stopping within 25 s; again to leave at once" in output and "left without saving" in output
 
 

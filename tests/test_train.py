@@ -704,12 +704,18 @@ def test_examples_of_the_readme_train(tmp_path, tiny, alone, monkeypatch, capfd,
     assert f"{name[0]}: L = " in said and ("median_g(r)" in said or "-ratio A where" in said)
 
 
-PHASES = {  # what fails, on which rank
-    "loading the data failed on rank 1": ["ro", "load_data", 1],
-    "grading held-out prompts failed on rank 0": ["ro", "grade", 0],
-    "judging groups failed on rank 1": ["ro", "judge", 1],
-    "forming batches failed on rank 1": ["losses", "form_batches", 1],
-    "logging failed on rank 0": ["log", "step", 0],
+EVALUATES = ["--eval-every", "1", "--eval-prompts", "3"]
+PHASES = {  # what fails, on which rank, with which further flags
+    "loading the data failed on rank 1": ["ro", "load_rows", 1, []],
+    "loading the data failed on rank 0": ["ro", "prompt_ids", 0, []],  # the template
+    "sampling failed on rank 1": ["engine", "generate", 1, []],
+    "grading failed on rank 0": ["graders", "score", 0, []],
+    "grading held-out prompts failed on rank 0": ["ro", "grade", 0, EVALUATES],
+    "sampling held-out prompts failed on rank 1": ["engine", "generate", 1, EVALUATES],
+    "judging groups failed on rank 1": ["ro", "judge", 1, []],
+    "forming batches failed on rank 1": ["losses", "form_batches", 1, []],
+    "logging failed on rank 0": ["log", "step", 0, []],
+    "writing the checkpoint of step 1 failed on rank 1": ["writer", "write_data", 1, ["--save-every", "1"]],
 }
 
 
@@ -717,19 +723,18 @@ def test_a_failure_on_one_rank_reaches_all_with_its_message(tmp_path, tiny):
     """In one process group after another run has failed in it, so that no rank was left behind in a collective."""
     result, run_dir = run(2, tmp_path, tiny, "--steps", "1", options={"failures": PHASES}, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
-    for phase, (_, function, rank) in PHASES.items():
+    for phase, (_, function, rank, _) in PHASES.items():
         for other in range(2):
             assert f"rank {other} saw: {phase}: ValueError: injected into {function}" in result.stdout
         assert result.stderr.count(f"[rank {rank}] {phase.split(' failed')[0]} failed:\nTraceback") == 1
-    assert not list(run_dir.rglob("model"))
+    assert not list(run_dir.rglob("model")) and not list(run_dir.rglob("checkpoints/*"))
 
 
 @pytest.mark.parametrize(
     "phase, module, function, rank",
     [
         ("sampling failed on rank 1", "ro", "sample_groups", 1),
-        (None, "losses", "token_logprobs", 1),
-        (None, "engine", "load_weights", 1),
+        (None, "losses", "token_logprobs", 0),
     ],
 )
 def test_a_failure_on_one_rank_ends_all(tmp_path, tiny, phase, module, function, rank):
@@ -740,5 +745,7 @@ def test_a_failure_on_one_rank_ends_all(tmp_path, tiny, phase, module, function,
     assert result.stderr.count("Traceback (most recent call last):\n  File") <= 2 or phase is None
     if phase:
         assert f"[rank 0] {phase}" in result.stderr and f"[rank 1] {phase}" in result.stderr
+    else:  # inside collectives: the other rank sees the network's error, and says whose failure was first
+        assert f"[rank {1 - rank}] stopped: another rank failed first: rank {rank}: ValueError: injected" in result.stderr
     assert not (run_dir / "model").exists()
     assert time.monotonic() - began < 60

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoTokenizer
 
 import dist_utils as du
@@ -90,10 +91,10 @@ def resume_from(ranks: du.Ranks, folder: Path, argv: list[str], more: list[str],
 def fail_in(ranks: du.Ranks, folder: Path, argv: list[str], failures: dict[str, list]) -> None:
     """One run after another, each with one thing broken on one rank: what every rank has seen."""
     for number, failure in enumerate(failures.values()):
-        evaluates = ["--eval-every", "1", "--eval-prompts", "3"] if failure[1] == "grade" else []
+        *failure, more = failure
         mend = break_on(*failure)
         try:
-            train.train(train.parse([*argv, *evaluates, "--run-dir", str(folder / str(number))]), ranks)
+            train.train(train.parse([*argv, *more, "--run-dir", str(folder / str(number))]), ranks)
         except du.RankFailure as e:
             print(f"rank {ranks.rank} saw: {e}", flush=True)
         mend()
@@ -112,7 +113,8 @@ def before_sampling(work: Callable[[], None]) -> None:
 
 def break_on(module: str, name: str, rank: int) -> Callable[[], None]:
     """Make `module.name` raise on one rank; returns what undoes it."""
-    owner = {"ro": ro, "rw": rw, "losses": losses, "train": train, "log": train.Log, "engine": ro.HFEngine}[module]
+    classes = {"log": train.Log, "engine": ro.HFEngine, "graders": rw.Graders, "writer": HuggingFaceStorageWriter}
+    owner = {"ro": ro, "losses": losses, **classes}[module]
     original = getattr(owner, name)
 
     def broken(*args, **kwargs):
