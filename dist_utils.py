@@ -420,7 +420,9 @@ def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype:
         if dist.get_rank() != 0:
             return
         with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+            shell = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(model_path, trust_remote_code=False), dtype=dtype
+            )
         shell.load_state_dict({k: v.to(dtype) for k, v in state.items()}, assign=True)
         shell.tie_weights()
         ids = {k: getattr(model.generation_config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -651,7 +653,7 @@ class Checkpoints:
         """
         for step in reversed(run_together("listing checkpoints", self.steps)):
             folder = self.path(step)
-            state, problem = run_together("reading a checkpoint", self._inspect, folder, run_id)
+            state, problem = run_together("reading a checkpoint", self.inspect, folder, run_id)
             problems = [p for p in gather_objects(problem) if p]
             if not problems:
                 return state
@@ -667,7 +669,7 @@ class Checkpoints:
             run_together("setting a checkpoint aside", set_aside)
         return None
 
-    def _inspect(self, folder: Path, run_id: str) -> tuple[dict, str | None]:
+    def inspect(self, folder: Path, run_id: str) -> tuple[dict, str | None]:
         """(state, what is wrong with this rank's share of the files). Errors: ValueError where it is another run's."""
         try:
             state = read_state(folder)

@@ -311,8 +311,9 @@ def register_attention(config: PretrainedConfig) -> str:
 
 def load_model(model_path: str, dtype: torch.dtype = torch.float32, activation_checkpointing: bool = False) -> torch.nn.Module:
     """A causal language model on the CPU, with packed attention and no dropout, not yet sharded."""
-    attention = register_attention(AutoConfig.from_pretrained(model_path))
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=attention)
+    attention = register_attention(AutoConfig.from_pretrained(model_path, trust_remote_code=False))
+    how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(model_path, **how)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():

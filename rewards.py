@@ -314,9 +314,9 @@ class RewardModel:
 
         self.torch = torch
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = AutoTokenizer.from_pretrained(reward_model)
+        self.tokenizer = AutoTokenizer.from_pretrained(reward_model, trust_remote_code=False)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            reward_model, dtype="auto", output_loading_info=True
+            reward_model, dtype="auto", output_loading_info=True, trust_remote_code=False
         )
         if model.config.num_labels != 1 or loading["missing_keys"]:
             said = f"{model.config.num_labels} labels and untrained {sorted(loading['missing_keys'])}"

@@ -9,6 +9,7 @@ parameter and takes none from the model's generation_config, whose EOS ids are h
 Not here on purpose: reward functions, advantages. Collectives are called by `write_samples` alone.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from advantages import has_signal, weighted_sum
-from dist_utils import Meter, gather_objects, is_first_rank, run_together
+from dist_utils import Meter, gather_objects, is_first_rank, printable, run_together
 from rewards import Graded, Graders
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -181,7 +182,7 @@ def read_few_shot(path: str) -> tuple[dict, ...]:
             turns = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             turns = json.loads(text) if kind == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as e:
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as e:
         raise ValueError(f"--few-shot {path} (seen from {Path.cwd()}): {e}") from e
     return tuple(check_messages(turns, f"--few-shot {path}"))
 
@@ -190,11 +191,34 @@ def read_params(text: str | None) -> dict:
     """--dataset-params as a mapping, {} without any. Errors: ValueError."""
     try:
         params = yaml.safe_load(text or "{}")
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, RecursionError) as e:
         raise ValueError(f"--dataset-params {text}: {' '.join(str(e).split())}") from e
     if not isinstance(params, dict) or any(not isinstance(params.get(k, 0), int) for k in ("seed", "size")):
         raise ValueError(f"--dataset-params {text}: expected a mapping (seed and size are whole numbers)")
     return params
+
+
+def check_params(cfg: Any) -> None:
+    """Errors: ValueError where --dataset-params is no mapping, or has names that its reasoning-gym task does not know."""
+    params = read_params(cfg.dataset_params)
+    if params and cfg.dataset.startswith("rg:"):
+        from reasoning_gym.factory import DATASETS
+
+        _, settings = DATASETS.get(cfg.dataset.removeprefix("rg:"), (None, None))
+        known = [f.name for f in dataclasses.fields(settings)] if settings else params
+        unknown = [str(name) for name in params if name not in known]
+        if unknown:
+            raise ValueError(f"--dataset-params: {cfg.dataset} has no {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def check_template(template: str) -> None:
+    """Errors: ValueError where --prompt-template cannot be filled in with columns by name."""
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as e:
+        raise ValueError(f"--prompt-template {template!r}: {e}; write a brace that is meant as {{{{ or }}}}") from e
+    if any(not name or name[0].isdigit() for name in fields):
+        raise ValueError(f"--prompt-template {template!r}: braces hold a column's name, as in {{question}}")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Mapping, fmt: PromptFormat) -> list[int]:
@@ -269,7 +293,9 @@ def prompt_format(cfg: Any) -> PromptFormat:
 
 def load_tokenizer(cfg: Any, model_path: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Errors: ValueError where prompts and responses may not fit the model's positions."""
-    limit = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", None)
+    limit = getattr(
+        AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config(), "max_position_embeddings", None
+    )
     longest = max(cfg.max_response_tokens, cfg.eval_response_tokens)
     asked = cfg.max_prompt_tokens + longest
     if limit is not None and asked > limit:
@@ -277,7 +303,7 @@ def load_tokenizer(cfg: Any, model_path: str) -> PreTrainedTokenizerBase:
             f"--max-prompt-tokens {cfg.max_prompt_tokens} + the longest response {longest} = {asked}: the model has {limit} "
             "positions; lower one of them"
         )
-    return AutoTokenizer.from_pretrained(model_path)
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
 
 
 def _columns(cfg: Any) -> dict[str, str | None]:
@@ -432,7 +458,10 @@ def seed_for(*parts: int | str) -> int:
 
 def eos_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a response: of generation_config, of the model's config, and of the tokenizer."""
-    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model_path).get_text_config().eos_token_id]
+    found = [
+        tokenizer.eos_token_id,
+        AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config().eos_token_id,
+    ]
     try:
         found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
     except OSError:  # a model folder without generation_config.json
@@ -639,7 +668,8 @@ def write_samples(
         if is_first_rank():
             path.parent.mkdir(parents=True, exist_ok=True)
             ordered = sorted((r for part in ranks for r in part), key=lambda r: r["group"])
-            path.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in ordered))
+            lines = (printable(json.dumps(r, ensure_ascii=False, default=str)) for r in ordered)  # valid JSON still
+            path.write_text("".join(line + "\n" for line in lines))
 
     run_together(f"writing {path.name}", write)
 
@@ -682,6 +712,7 @@ class VLLMEngine:
             enable_prefix_caching=True,
             use_tqdm_on_load=False,
             skip_tokenizer_init=True,  # ids in, ids out
+            trust_remote_code=False,
             disable_log_stats=True,
             **({"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if self.on_gpu else cpu_args),
         )
@@ -750,7 +781,8 @@ class HFEngine:
     """transformers' generate: a plain reference, slow, for tests and for machines without vLLM."""
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: torch.device, *unused: Any):
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=False)
+        self.model = model.to(device).eval()
         self.model.generation_config = GenerationConfig()  # generate() fills in whatever the model's own one names
 
     @torch.no_grad()

@@ -44,6 +44,7 @@ import rewards as rw
 import rollout as ro
 
 ROOT = Path(__file__).resolve().parent
+MAX_CONFIG_BYTES = 2**20
 TRIM_EVERY = 10  # steps; a trim costs about two seconds of page faults on a CPU
 
 
@@ -327,15 +328,29 @@ class Config:
 # ---------------------------------------------------------------------------------------------- configuration
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice (PyYAML keeps the last, silently)."""
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that refuses a key given twice (PyYAML keeps the last, silently), and reads numbers as a command line does:
+    010 is ten and not eight, 1:30 is a text and not ninety."""
+
+    def construct_number(self, node):
+        for number in (int, float, super().construct_yaml_float):  # the last one knows .nan and .inf
+            try:
+                return number(node if number not in (int, float) else node.value)
+            except ValueError:
+                if ":" in node.value:
+                    break
+        return node.value
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]
         twice = sorted({str(k) for k in keys if keys.count(k) > 1})
         if twice:
             raise ValueError(f"given twice: {', '.join(twice)}")
         return super().construct_mapping(node, deep)
+
+
+for kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", _Loader.construct_number)
 
 
 def read_config_file(path: str) -> list[str]:
@@ -344,11 +359,16 @@ def read_config_file(path: str) -> list[str]:
     Errors: ValueError listing every unknown key with its nearest match, and every value of a wrong kind.
     """
     try:
-        values = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), _UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as e:
+        with Path(path).expanduser().open("rb") as f:
+            text = f.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise ValueError(f"is over {MAX_CONFIG_BYTES} bytes, which no file of settings is")
+        values = yaml.load(text.decode("utf-8"), _Loader)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as e:
         raise ValueError(f"--config {path}: {e}") from e
     if not isinstance(values, dict):
-        raise ValueError(f"--config {path}: expected a mapping of settings, found {type(values).__name__}")
+        found = "nothing" if values is None else type(values).__name__
+        raise ValueError(f"--config {path}: expected a mapping of settings, found {found}")
     types = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in NOT_SETTINGS}
     arguments, problems, seen = [], [], set()
     for key, value in values.items():
@@ -372,7 +392,12 @@ def read_config_file(path: str) -> list[str]:
                 continue
             arguments += [flag, *map(str, items)]
         elif isinstance(value, dict) and name == "dataset_params":
-            arguments.append(f"{flag}={json.dumps(value, default=str)}")
+            try:
+                arguments.append(f"{flag}={json.dumps(value, default=str)}")
+            except (ValueError, RecursionError) as e:
+                problems.append(f"{key}: {e}")
+        elif isinstance(value, bool) and bool not in get_args(types[name]):
+            problems.append(f"{key}: {str(value).lower()} is no value of this setting; put a text in quotes")
         elif isinstance(value, list | dict):
             problems.append(f"{key}: {value!r} is a {type(value).__name__}, not a single value")
         elif value is None and type(None) not in get_args(types[name]):
@@ -406,7 +431,7 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
             raise ValueError("the configuration cannot run:\n  - " + "\n  - ".join(problems))
     except ValueError as e:
         if not quiet:
-            print(f"{prog}: {e}", file=sys.stderr)
+            print(du.printable(f"{prog}: {e}"), file=sys.stderr)
         raise SystemExit(2) from None
     return cfg
 
@@ -435,10 +460,13 @@ def registry_problems() -> list[str]:
 
 def find_problems(cfg: Config) -> list[str]:
     """Everything that can be known to be wrong before a model or a data set is loaded."""
-    problems = list(adv.check(cfg))
+    problems = unfit_texts(cfg)
+    if problems:  # paths that cannot be looked at
+        return problems
+    problems += adv.check(cfg)
     problems += unread_flags(cfg) if cfg.algorithm in adv.ALGORITHMS else []
-    readers = ((ro.read_few_shot, cfg.few_shot), (ro.read_params, cfg.dataset_params), (check_hook, cfg.reward_hook))
-    for read, value in (*readers, (ro.eval_sets, cfg)):
+    readers = ((ro.read_few_shot, cfg.few_shot), (check_hook, cfg.reward_hook), (ro.check_template, cfg.prompt_template))
+    for read, value in (*readers, (ro.check_params, cfg), (ro.eval_sets, cfg)):
         try:
             if value is not None:
                 read(value)
@@ -532,6 +560,23 @@ def folder_problems(cfg: Config) -> list[str]:
             problems.append(f"{_flag(name)} {value}: {said}")
     if cfg.model == "embedded" and not Path(model_folder(cfg), "config.json").exists():
         problems.append(f"--model embedded: {embedded_model_path()} is missing; run python scripts/prepare_model.py")
+    return problems
+
+
+def unfit_texts(cfg: Config) -> list[str]:
+    """Texts that are empty where they name something, or that hold what no name and no prompt does."""
+    problems = []
+    for field in dataclasses.fields(Config):
+        value, prompts = getattr(cfg, field.name), field.name in ("system_prompt", "prompt_template", "dataset_params")
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            strange = re.search("[\\0\ud800-\udfff]", text) if prompts else du.printable(text) != text or "\n" in text
+            if strange:
+                said = "holds a NUL or a part of a character" if prompts else "holds characters that cannot be shown"
+                problems.append(f"{_flag(field.name)} {text!r}: {said}")
+            elif not text.strip() and not prompts:
+                problems.append(f"{_flag(field.name)} {text!r}: is empty. Drop it, or name something")
     return problems
 
 
@@ -1088,7 +1133,7 @@ def batch_sequences(cfg: Config) -> int:
 def plan(cfg: Config, ranks: du.Ranks, model_path: str) -> str:
     """Tokens of a step and memory of a rank, as far as they are known before a model is loaded."""
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     bytes_of, world_size = du.compute_dtype(cfg.dtype, ranks.device).itemsize, ranks.world_size
     num_samples = cfg.prompts_per_step * cfg.samples_per_prompt

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import gradient_worker
 import oracles
@@ -369,3 +370,30 @@ def test_ranks_with_uneven_tokens_equal_one_process(gradients, case):
                     assert (got[name] - want[name]).abs().max() <= 1e-6, (world, key, name)
                 compared += 1
     assert compared == 3 * (3 if case.startswith(("ppo", "value")) else 2)
+
+
+class Attack:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_no_code_of_a_models_folder_is_run(mini, tmp_path):
+    """Neither a pickle beside its config.json, nor the Python files that it names."""
+    for name in ("pickled", "coded"):
+        shutil.copytree(mini, tmp_path / name)
+        (tmp_path / name / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Attack(tmp_path / "owned")}, tmp_path / "pickled" / "pytorch_model.bin")
+    config = json.loads((tmp_path / "coded" / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "coded" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "coded" / "own.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
+    with pytest.raises(Exception, match=r"(?i)weights.only"):
+        losses.load_model(str(tmp_path / "pickled"))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        losses.load_model(str(tmp_path / "coded"))
+    assert not (tmp_path / "owned").exists()

@@ -391,3 +391,14 @@ def test_text_is_cut_at_eos_and_ids_are_the_engines(tokenizer):
     samples = ro.sample_groups(Fixed(), tokenizer, prompts, [1], [5], ro.Sampling(2, 1.0, 9, (2,)), [0])
     assert [s.response_ids for s in samples] == [[520, 9531, 2], [9531, 1]] and {s.group for s in samples} == {5}
     assert samples[0].text == tokenizer.decode([520, 9531]) and samples[0].row["question"] == "b"
+
+
+def test_responses_cannot_forge_lines_or_rule_a_terminal(alone, tmp_path):
+    """They come back as they were, and the file holds nothing but printable text and one line a sample."""
+    hostile = '\x1b[2J\r\n{"group": 9}\u2028\x9b1m\u202e\ud800<|im_end|> [bold]é'
+    samples = [ro.Sample([1], [2], [0.0], "stop", hostile, {"question": hostile, "answer": hostile}, 0)]
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    ro.write_samples(tmp_path / "samples" / "step_000001.jsonl", samples, ["a"], ones, ones.bool())
+    text = (tmp_path / "samples" / "step_000001.jsonl").read_text()
+    assert text.count("\n") == 1 and not any(c in text for c in "\x1b\r\u2028\x9b\u202e\ud800") and "é" in text
+    assert json.loads(text)["response"] == json.loads(text)["question"] == hostile

@@ -25,6 +25,7 @@ import rollout as ro
 import train
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import export
 import replay
 
 SMALL = ["--engine", "hf", "--dtype", "float32", "--max-prompt-tokens", "64", "--max-response-tokens", "5", "--lr", "1e-3"]
@@ -138,6 +139,25 @@ def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before(straight, alo
     train.train(parse("--resume", copy), alone)
     assert "step_000006 cannot be used" in capfd.readouterr().err
     assert train_worker.facts(copy) == train_worker.facts(straight / "plain" / "straight")
+
+
+def test_the_policy_of_a_checkpoint_is_exported_as_a_run_would(straight, alone, tmp_path, capsys):
+    run_dir = straight / "plain" / "straight"
+    cfg = parse("--config", run_dir / "config.yaml", "--run-dir", "None")
+    export.export(cfg, alone, run_dir, 4, tmp_path / "4")
+    export.export(cfg, alone, run_dir, None, tmp_path / "last")
+    for folder, step in (("4", 4), ("last", STEPS)):
+        saved = weights_of(run_dir / "checkpoints" / f"step_{step:06d}")
+        written = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
+        assert written and all(torch.equal(tensor, saved[f"policy.weights.{name}"]) for name, tensor in written.items())
+    assert train.model_folder(parse("--model", tmp_path / "4")) == str(tmp_path / "4")
+    with pytest.raises(du.RankFailure, match=r"--step 77: .* has checkpoints of the steps 1, 2, 3, 4, 5, 6, 7"):
+        export.export(cfg, alone, run_dir, 77, tmp_path / "77")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of one rank."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.torch.load_file(file).items()}
 
 
 def refusal(capsys, *argv) -> str:
@@ -368,11 +388,8 @@ def test_too_many_in_a_row_end_the_run(alone, small, tmp_path, monkeypatch):
         du.RankFailure, match=r"step 3: loss or gradient was not finite in 2 optimizer steps in a row \(--max-skipp"
     ):
         train.train(parse(*argv), alone)
-    one, two = (du.Checkpoints(tmp_path / "run" / "checkpoints").path(s) for s in (1, 2))
-    loaded = [
-        {k: v for f in sorted(p.glob("*.safetensors")) for k, v in safetensors.torch.load_file(f).items()} for p in (one, two)
-    ]
-    assert loaded[0].keys() == loaded[1].keys() and all(torch.equal(v, loaded[1][k]) for k, v in loaded[0].items())
+    one, two = (weights_of(tmp_path / "run" / "checkpoints" / f"step_00000{s}") for s in (1, 2))
+    assert one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
 def test_a_loss_that_is_not_finite_is_skipped_too(alone, small, tmp_path, monkeypatch):

@@ -51,6 +51,11 @@ def test_file_is_parsed_like_the_command_line(tmp_path):
     assert yaml.safe_load(cfg.dataset_params) == {"min_terms": 2} and cfg.prompt_template == "a: {b}"
     path.write_text("algorithm: grpo\nnormalize_advantages: true\n")
     assert parse(f"--config={path}").normalize_advantages
+    for text, lr, steps in (("steps: 010\nlr: 1_0.5e-3", 1.05e-2, 10), ("\ufefflr: +1E-05\r\n", 1e-5, 100)):
+        path.write_text(text, encoding="utf-8")  # numbers are read as on the command line, not as octal
+        assert (parse("--config", path).lr, parse("--config", path).steps) == (lr, steps)
+    path.write_text("<<: {lr: 1e-5, steps: 3}\nsteps: 4\n")
+    assert (parse("--config", path).lr, parse("--config", path).steps) == (1e-5, 4)
     assert not parse("--config", path, "--no-normalize-advantages", "--algorithm", "gdpo").normalize_advantages
 
 
@@ -60,7 +65,7 @@ def test_file_is_parsed_like_the_command_line(tmp_path):
         ("learning_rat: 1\nstep: 3\nlr: 1e-5\n", ["learning_rat: unknown", "step: unknown, did you mean steps?"]),
         ("lr: 1\nlr: 2\n", ["given twice: lr"]),
         ("- lr\n", ["expected a mapping", "list"]),
-        ("", ["expected a mapping", "NoneType"]),
+        ("", ["expected a mapping", "found nothing"]),
         ("lr: [1, 2]\n", ["lr: [1, 2] is a list, not a single value"]),
         ("optim: {lr: 1}\n", ["optim: unknown"]),
         ("export: maybe\n", ["export: 'maybe' is not true or false"]),
@@ -71,6 +76,31 @@ def test_file_is_parsed_like_the_command_line(tmp_path):
         ("shadow: ['--steps=1']\n", ["shadow: ['--steps=1'] is not a list of values"]),
         ("shadow: null\n", ["shadow: None is not a list of values"]),
         ("model: null\n", ["model: null, but it needs a value"]),
+        ("steps: 1:30\n", ["--steps", "'1:30'"]),  # ninety, in YAML 1.1
+        ("steps: 0x10\n", ["--steps", "'0x10'"]),
+        ("steps: 1.5\n", ["--steps", "'1.5'"]),
+        ("lr: 2001-01-01\n", ["--lr", "2001-01-01"]),
+        ("lr: .nan\n", ["--lr nan: must be a positive, finite number"]),
+        ("lr: 1e400\n", ["--lr inf: must be"]),
+        ("model: no\n", ["model: false is no value of this setting; put a text in quotes"]),
+        ("lr: true\n", ["lr: true is no value of this setting"]),
+        ("[1, 2]: 3\n", ["--config", "unhashable key"]),
+        ("lr: !!python/object/apply:os.system ['exit']\n", ["--config", "could not determine a constructor"]),
+        ("lr: 1\n---\nlr: 2\n", ["--config", "another document"]),
+        ("a: " + "[" * 5000, ["--config", "recursion"]),
+        ("#" * 2**20 + "\n", ["--config", "is over 1048576 bytes"]),
+        ("dataset_params: &a {b: *a}\n", ["dataset_params: Circular reference"]),
+        ("dataset_params: {min_trems: 2}\n", ["--dataset-params: rg:chain_sum has no min_trems; it has min_terms, max_terms"]),
+        ("dataset_params: [1]\n", ["dataset_params: [1] is a list"]),
+        ("reward_weights: {format: {a: 1}}\n", ["is not a number"]),
+        ("resume: x\n", ["resume: unknown"]),
+        ("config: x\n", ["config: unknown"]),
+        ("model: ''\n", ["--model '': is empty"]),
+        ('model: "a\\0b"\n', ["--model 'a\\x00b': holds characters that cannot be shown"]),
+        ('eval_datasets: ["\\e[2J"]\n', ["--eval-datasets '\\x1b[2J': holds characters"]),
+        ('system_prompt: "\\ud800"\n', ["--system-prompt '\\ud800': holds a NUL or a part of a character"]),
+        ("prompt_template: 'a {'\n", ["--prompt-template 'a {': Single '{'"]),
+        ("prompt_template: 'a {}'\n", ["--prompt-template 'a {}': braces hold a column's name"]),
     ],
 )
 def test_wrong_files_end_in_one_message(tmp_path, capsys, text, says):
