@@ -722,6 +722,15 @@ def launch() -> tuple[int, float]:
     return process.pid, process.create_time()
 
 
+def at_work(pid: int, began: float) -> bool:
+    """Whether another launch still runs."""
+    try:
+        process = psutil.Process(pid)
+        return (pid, began) != launch() and process.create_time() == began and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def read_identity(run_dir: Path) -> dict:
     """Which run a folder belongs to, and which launch works in it. Errors: ValueError where it is no run folder."""
     try:
@@ -764,9 +773,11 @@ def resume_problems(cfg: Config) -> list[str]:
             f"--run-dir {cfg.run_dir} with --resume {cfg.resume}: a run goes on in its own folder. Drop --run-dir, or copy it"
         ]
     try:
-        read_identity(folder)
-    except ValueError as e:
+        pid, began = read_identity(folder)["launch"]
+    except (ValueError, KeyError) as e:
         return [f"{said}{e}"]
+    if at_work(pid, began):
+        return [f"{said}process {pid} is still at work there. Wait for its end, or stop it with kill {pid}"]
     checkpoints = du.Checkpoints(folder / "checkpoints")
     for step in reversed(checkpoints.steps()):
         try:
@@ -1654,6 +1665,7 @@ def take_steps(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Commit a checkpoint that is being written, export the policy, sum up, and close everything."""
+    stop_if_asked(run)
     run.checkpoints.finish()
     if run.cfg.export:
         du.export_model(run.policy.model, run.model_path, run.tokenizer, run.dtype, run.run_dir / "model")

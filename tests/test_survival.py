@@ -180,6 +180,10 @@ def test_what_cannot_change_is_refused_before_anything_is_loaded(straight, tmp_p
     assert "--resume no: no such folder" in refusal(capsys, "--resume", "no")
     assert "is no run folder, which has a config.yaml" in refusal(capsys, "--resume", tmp_path)
     assert "or go on in it with --resume" in refusal(capsys, "--run-dir", copy)
+    (copy / "run.json").write_text(
+        json.dumps({"run": "x", "launch": [os.getppid(), psutil.Process(os.getppid()).create_time()]})
+    )
+    assert f"process {os.getppid()} is still at work there" in refusal(capsys, "--resume", copy)
     (copy / "run.json").write_text("{")
     assert "is no run folder, which has a run.json" in refusal(capsys, "--resume", copy)
     shutil.rmtree(copy / "checkpoints")
@@ -194,7 +198,7 @@ def test_other_prompts_and_other_models_are_refused_before_the_folder_is_touched
         train.train(parse("--resume", copy, "--prompt-template", "{question}!"), alone)
     assert (copy / "metrics.jsonl").read_text() == lines and not list(copy.glob("resumed_*"))
     with pytest.raises(du.RankFailure, match="step_000003 belongs to another run"):
-        (copy / "run.json").write_text('{"run": "another", "launch": []}')
+        (copy / "run.json").write_text('{"run": "another", "launch": [1, 0]}')
         train.train(parse("--resume", copy), alone)
 
 
