@@ -29,7 +29,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
-import psutil
 import torch
 import tyro
 import yaml
@@ -707,28 +706,30 @@ def model_folder(cfg: Config) -> str:
 
 
 def new_run_dir(cfg: Config, name: str) -> Path:
-    """The run's folder, by default a new one of this name under runs/; the same on every rank, and after torchrun's restart."""
-    number, began = launch()
-    default = ROOT / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}-{number}"
-    return Path(cfg.run_dir or default).expanduser()
+    """The run's folder, by default a new one of this name under runs/, or the one that this launch has made before torchrun
+    restarted it; the same on every rank. A collective."""
+    default = ROOT / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    made = [f.parent for f in (ROOT / "runs").glob("*/run.json") if not cfg.run_dir and goes_on(cfg, f.parent)]
+    return du.gather_objects(Path(cfg.run_dir or next(iter(made), default)).expanduser())[0]
 
 
 # ---------------------------------------------------------------------------------------------- going on in a run
 
 
-def launch() -> tuple[int, float]:
+def launch() -> list[int]:
     """Number and start of the process that stands for this launch: torchrun's, which outlives restarts, or this one."""
-    process = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-    return process.pid, process.create_time()
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    return [pid, started(pid)]
 
 
-def at_work(pid: int, began: float) -> bool:
-    """Whether another launch still runs."""
+def started(pid: int) -> int | None:
+    """When a process of this machine began, in clock ticks since boot (which no setting of the clock moves); None if it has
+    ended. Field 22 of /proc/<pid>/stat."""
     try:
-        process = psutil.Process(pid)
-        return (pid, began) != launch() and process.create_time() == began and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return int(fields[18]) if state != "Z" else None
 
 
 def read_identity(run_dir: Path) -> dict:
@@ -744,7 +745,7 @@ def goes_on(cfg: Config, run_dir: Path) -> bool:
     if cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return bool(cfg.resume)
     try:
-        return read_identity(run_dir)["launch"] == list(launch())
+        return read_identity(run_dir)["launch"] == launch()
     except ValueError:  # the first attempt has not come so far
         return False
 
@@ -776,7 +777,7 @@ def resume_problems(cfg: Config) -> list[str]:
         pid, began = read_identity(folder)["launch"]
     except (ValueError, KeyError) as e:
         return [f"{said}{e}"]
-    if at_work(pid, began):
+    if [pid, began] != launch() and began == started(pid):
         return [f"{said}process {pid} is still at work there. Wait for its end, or stop it with kill {pid}"]
     checkpoints = du.Checkpoints(folder / "checkpoints")
     for step in reversed(checkpoints.steps()):
@@ -815,14 +816,16 @@ def changes(cfg: Config, old: Config) -> list[str]:
     return [f"{_flag(n)} {after}, was {before}" for n, before, after in pairs if before != after]
 
 
-def keep_records(run_dir: Path, step: int) -> None:
-    """Take what comes after `step` out of a run folder, as it will come again; and what a killed process left half written."""
+def keep_records(run_dir: Path, step: int, aside: Path) -> None:
+    """Take what comes after `step` out of a run folder, as it will come again (lines of metrics go to `aside`), and with it what
+    a killed process has left half written."""
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         lines = metrics.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         if kept != lines:
-            print(f"{metrics}: {len(lines) - len(kept)} lines after step {step} are taken out", flush=True)
+            print(f"{metrics}: {len(lines) - len(kept)} lines after step {step} are in {aside} now", flush=True)
+            du.write_text(aside, "".join(lines[len(kept) :]))
             du.write_text(metrics, "".join(kept))
     for file in (p for pattern in ("samples/*", "eval/*/*", "batches/*") for p in run_dir.glob(pattern)):
         number = re.search(r"_(\d+)(\.jsonl)?$", file.name)
@@ -860,10 +863,10 @@ def make_run_dir(cfg: Config, run_dir: Path, resumed: int | None = None) -> None
     du.write_text(run_dir / "run.json", json.dumps({"run": run, "launch": launch()}) + "\n")
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cfg).items()}
     text = yaml.safe_dump({k: v for k, v in plain.items() if k not in NOT_SETTINGS}, sort_keys=False)
-    if again:
-        keep_records(run_dir, -1 if resumed is None else resumed)
     folder = run_dir if resumed is None else run_dir / f"resumed_{resumed:06d}"
     folder.mkdir(exist_ok=True)
+    if again:
+        keep_records(run_dir, -1 if resumed is None else resumed, folder / "metrics_taken_out.jsonl")
     for place in {run_dir, folder}:
         du.write_text(place / "config.yaml", text)
     (folder / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")

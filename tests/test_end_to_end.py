@@ -95,41 +95,17 @@ def run_script(*command: object) -> subprocess.CompletedProcess:
 
 
 def test_the_commands_of_surviving_runs(tiny, tmp_path):
-    """soak.py trains; its run goes on, its first step is replayed, a checkpoint exported; each by its command line."""
-    small = [
-        "--engine",
-        "hf",
-        "--dtype",
-        "float32",
-        "--model",
-        tiny,
-        "--max-response-tokens",
-        "4",
-        "--no-export",
-        "--eval-every",
-        "0",
-    ]
-    argv = [
-        "--config",
-        "scripts/quickstart.yaml",
-        "--prompts-per-step",
-        "2",
-        "--samples-per-prompt",
-        "2",
-        *small,
-        "--rewards",
-        "length",
-        "repetition",
-    ]
-    soak = run_script(
-        "scripts/soak.py", *argv, "--steps", "2", "--save-every", "1", "--max-growth", "9", "--run-dir", tmp_path / "run"
+    """soak.py trains; the first step of its run is replayed, a checkpoint exported; each by its command line."""
+    argv = (
+        "--config scripts/quickstart.yaml --prompts-per-step 2 --samples-per-prompt 2 --steps 2 --save-every 1 --max-growth 9 "
     )
+    argv += "--engine hf --dtype float32 --max-response-tokens 4 --eval-every 0 --no-export --rewards length repetition"
+    soak = run_script("scripts/soak.py", *argv.split(), "--model", tiny, "--run-dir", tmp_path / "run")
     assert soak.returncode == 0, soak.stderr[-3000:]
-    assert re.search(
-        r"step 1: [\d.]+ GiB\nstep 2: [\d.]+ GiB\nmemory of a rank, GiB: step 1: [\d.]+; last fifth against", soak.stdout
+    said = (
+        r"step 1: [\d.]+ GiB\nstep 2: [\d.]+ GiB\nmemory of a rank, GiB: step 1: [\d.]+; last fifth against second fifth: [+-]"
     )
-    again = run_script("train.py", "--resume", tmp_path / "run", "--steps", "3")
-    assert again.returncode == 0 and "going on after step 2\nchanged: --steps 3, was 2\n" in again.stdout, again.stderr[-3000:]
+    assert re.search(said, soak.stdout)
     replayed = run_script("scripts/replay.py", tmp_path / "run", "--step", "1", "--algorithm", "cispo")
     assert replayed.returncode == 0 and "step 1 again, on the weights of step 0\n" in replayed.stdout, replayed.stderr[-3000:]
     assert re.search(r"optim/grad_norm +[\d.e-]+ +[\d.e-]+", replayed.stdout)
@@ -137,12 +113,6 @@ def test_the_commands_of_surviving_runs(tiny, tmp_path):
     exported = run_script("scripts/export.py", tmp_path / "run", "--step", "2", "--out", out)
     assert exported.returncode == 0 and f"the policy after step 2: {out}" in exported.stdout, exported.stderr[-3000:]
     assert (out / "config.json").exists()
-    for script, says in (
-        ("export.py", "exists; name a new folder"),
-        ("replay.py", "the following arguments are required: --step"),
-    ):
-        wrong = run_script(f"scripts/{script}", tmp_path / "run", *(["--out", out] if script == "export.py" else []))
-        assert wrong.returncode == 2 and says in wrong.stderr
 
 
 def test_every_command_of_the_readme_is_run_here_or_by_the_checks():
@@ -158,7 +128,8 @@ def test_every_command_of_the_readme_is_run_here_or_by_the_checks():
         # test_an_exported_model_is_evaluated
         "python scripts/evaluate.py --model runs/a --config scripts/quickstart.yaml --eval-samples 8",
         "python scripts/plot.py runs/a runs/b runs/c --by algorithm --out compare.png",  # test_plot_of_several_runs
-        "python train.py --resume runs/a",  # test_the_commands_of_surviving_runs
+        # test_survival: test_a_run_that_goes_on_is_the_run_that_never_stopped
+        "python train.py --resume runs/a",
         # test_survival: test_torchrun_restarts_a_run_that_goes_on_and_sigterm_ends_it
         "torchrun --nproc-per-node 2 --max-restarts 3 train.py --config scripts/gsm8k.yaml",
         "python scripts/replay.py runs/a --step 1",  # test_the_commands_of_surviving_runs, as the next three

@@ -101,7 +101,7 @@ def test_the_straight_runs_are_worth_comparing(straight):
 def test_what_came_after_the_checkpoint_is_taken_out_and_what_was_half_written_too(straight, alone, tmp_path, capfd):
     copy = run_again(straight, tmp_path, 6)
     with (copy / "metrics.jsonl").open("a") as f:
-        f.write('{"step": 7, "reward/tot')
+        f.write('{"step": 7, "reward/tot')  # again, by a process that was killed
     (copy / "samples" / "step_000008.jsonl").write_text("of a step that will not come again")
     (copy / "checkpoints" / "step_000007.tmp").mkdir()
     train.train(parse("--resume", copy, "--keep-last", "2", "--lr", "2e-3", "--wandb-project", "other"), alone)
@@ -114,6 +114,7 @@ def test_what_came_after_the_checkpoint_is_taken_out_and_what_was_half_written_t
     )
     assert du.Checkpoints(copy / "checkpoints").steps() == [6, 7] and len(list((copy / "checkpoints").iterdir())) == 2
     assert not (copy / "samples" / "step_000008.jsonl").exists()
+    assert (copy / "resumed_000006" / "metrics_taken_out.jsonl").read_text().count('"step": 7') == 2
     assert [json.loads(x)["step"] for x in (copy / "metrics.jsonl").read_text().splitlines()] == list(range(STEPS + 1))
     assert [p.name for p in sorted((copy / "batches").iterdir())] == [
         "step_000001",
@@ -155,6 +156,21 @@ def test_the_policy_of_a_checkpoint_is_exported_as_a_run_would(straight, alone, 
         export.export(cfg, alone, run_dir, 77, tmp_path / "77")
 
 
+@pytest.mark.parametrize(
+    "script, argv, says",
+    [
+        (export, ["--out", "tests"], "--out tests: exists; name a new folder"),
+        (export, [], "the following arguments are required: --out"),
+        (replay, [], "the following arguments are required: --step"),
+        (replay, ["--step", "1"], "--config no/config.yaml: [Errno 2] No such file"),
+    ],
+)
+def test_scripts_refuse_what_they_cannot_do(capsys, script, argv, says):
+    with pytest.raises(SystemExit) as e:
+        script.main(["no", *argv])
+    assert e.value.code == 2 and says in capsys.readouterr().err
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint of one rank."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.torch.load_file(file).items()}
@@ -180,9 +196,7 @@ def test_what_cannot_change_is_refused_before_anything_is_loaded(straight, tmp_p
     assert "--resume no: no such folder" in refusal(capsys, "--resume", "no")
     assert "is no run folder, which has a config.yaml" in refusal(capsys, "--resume", tmp_path)
     assert "or go on in it with --resume" in refusal(capsys, "--run-dir", copy)
-    (copy / "run.json").write_text(
-        json.dumps({"run": "x", "launch": [os.getppid(), psutil.Process(os.getppid()).create_time()]})
-    )
+    (copy / "run.json").write_text(json.dumps({"run": "x", "launch": [os.getppid(), train.started(os.getppid())]}))
     assert f"process {os.getppid()} is still at work there" in refusal(capsys, "--resume", copy)
     (copy / "run.json").write_text("{")
     assert "is no run folder, which has a run.json" in refusal(capsys, "--resume", copy)

@@ -85,7 +85,8 @@ def resume_from(ranks: du.Ranks, folder: Path, argv: list[str], more: list[str],
             for later in du.Checkpoints(copy / "checkpoints").steps()[step:]:
                 shutil.rmtree(copy / "checkpoints" / f"step_{later:06d}")
         du.gather_objects(None)  # the copy is whole
-        train.train(train.parse(["--resume", str(copy)]), ranks)
+        steps_of_run = str(train.parse(["--resume", str(copy)]).steps)
+        train.train(train.parse(["--resume", str(copy), "--save-every", steps_of_run]), ranks)
 
 
 def fail_in(ranks: du.Ranks, folder: Path, argv: list[str], failures: dict[str, list]) -> None:
