@@ -817,8 +817,10 @@ def changes(cfg: Config, old: Config) -> list[str]:
 
 
 def keep_records(run_dir: Path, step: int, aside: Path) -> None:
-    """Take what comes after `step` out of a run folder, as it will come again (lines of metrics go to `aside`), and with it what
-    a killed process has left half written."""
+    """Take what comes after `step` out of a run folder, as it will come again, and what a killed process has left half written.
+
+    Lines of metrics go to the file `aside`.
+    """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         lines = metrics.read_text().splitlines(keepends=True)
