@@ -84,7 +84,11 @@ def start(timeout_minutes: float = 30.0) -> Ranks:
     else:
         keep_freed_memory()
     backend, timeout = "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timedelta(minutes=timeout_minutes)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not outlive torchrun, which may be killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}", store)  # torchrun's store outlives a restart, with addresses of dead ranks
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, device, store)
 
@@ -113,7 +117,8 @@ def leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-FAILED = f"failure of attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # key of the store, which outlives restarts
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+FAILED = "failure"  # key of the store
 
 
 def fail(ranks: Ranks, error: BaseException) -> None:
@@ -145,15 +150,15 @@ class StopRequest:
 
     `number` is 0 or the signal's. After `grace` seconds, or at a second signal, this process leaves at once with exit code
     128 + number: a thread of its own sees to that, whatever the main thread waits for. Where another rank has failed, which is
-    why torchrun ends this one, it leaves with 1. A signal within `REPEAT` seconds of the first is taken for the same one:
-    torchrun passes on the Ctrl-C that the terminal has already sent.
+    why torchrun ends this one, it leaves with 1. A signal within `REPEAT` seconds of the first is taken for the same one: a
+    scheduler may signal every process, and torchrun passes on its own. `outcome` is what is said then.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
     REPEAT = 2.0
 
     def __init__(self, ranks: Ranks, grace: float):
-        self.ranks, self.grace, self.number = ranks, grace, 0
+        self.ranks, self.grace, self.number, self.outcome = ranks, grace, 0, "without saving"
 
     def __enter__(self) -> "StopRequest":
         self.reader, self.writer = socket.socketpair()
@@ -173,10 +178,7 @@ class StopRequest:
         self.number = self._next(None)
         if not self.number:
             return
-        with contextlib.suppress(Exception):  # as in `fail`
-            if self.ranks.store is not None and self.ranks.store.check([FAILED]):
-                fail(self.ranks, RuntimeError("stopped"))
-                leave(1)
+        threading.Thread(target=self._leave_if_another_failed, daemon=True).start()  # the store may make it wait
         name, began = signal.Signals(self.number).name, time.monotonic()
         said = f"{name}: stopping within {self.grace:g} s; again to leave at once"
         print(f"[rank {self.ranks.rank}] {said}", file=sys.stderr, flush=True)
@@ -186,8 +188,14 @@ class StopRequest:
                 return
             if again is not None and time.monotonic() - began > self.REPEAT:
                 break
-        print(f"[rank {self.ranks.rank}] {name}: left without saving", file=sys.stderr, flush=True)
+        print(f"[rank {self.ranks.rank}] {name}: left {self.outcome}", file=sys.stderr, flush=True)
         leave(128 + self.number)
+
+    def _leave_if_another_failed(self) -> None:
+        with contextlib.suppress(Exception):  # as in `fail`
+            if self.ranks.store is not None and self.ranks.store.check([FAILED]):
+                fail(self.ranks, RuntimeError("stopped"))
+                leave(1)
 
     def _next(self, timeout: float | None) -> int | None:
         """The next signal of ours; None where none comes in time, 0 where the context has ended."""
@@ -446,7 +454,7 @@ def lr_factor(step: int, schedule: str, warmup: int, total: int) -> float:
     """Share of the peak learning rate at optimizer step `step` (from 0): linear warm-up, then the decay to 0 at `total`."""
     if step < warmup:
         return (step + 1) / (warmup + 1)  # never a step that learns nothing
-    done = (step - warmup) / max(total - warmup, 1)
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
     return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
 
 
@@ -494,6 +502,7 @@ class Learner:
 
     def tensors(self, known: Sequence[str] = ()) -> dict[str, torch.Tensor]:
         """Weights and AdamW's moments by name, as they are sharded; moments that are `known` and not there yet are made."""
+        free_gathered(self.model)  # a forward pass without a backward leaves whole parameters in the compute dtype
         found = {}
         for name, parameter in self.model.named_parameters():
             moments = self.optimizer.state[parameter]
@@ -628,13 +637,19 @@ class Checkpoints:
 
         def commit() -> None:
             if is_first_rank():
-                write_text(beside / STATE, json.dumps({**state, "files": files}))
+                text = json.dumps({**state, "files": files})
+                write_text(beside / STATE, json.dumps({"crc32": zlib.crc32(text.encode()), **json.loads(text)}))
                 beside.rename(self.path(step))
                 _sync_folder(self.folder)
                 for old in self.steps()[: -self.keep_last] if self.keep_last else ():
                     condemned = self.path(old).with_suffix(".tmp")  # by a rename, so that no half of one can be taken for it
-                    self.path(old).rename(condemned)
-                    shutil.rmtree(condemned)
+                    try:
+                        self.path(old).rename(condemned)
+                        shutil.rmtree(condemned)
+                    except OSError as e:
+                        print(
+                            f"warning: the checkpoint {self.path(old)} could not be deleted: {e}", file=sys.stderr, flush=True
+                        )
 
         files = {}
         try:
@@ -651,12 +666,11 @@ class Checkpoints:
 
         Errors: RankFailure where one belongs to another run.
         """
-        for step in reversed(run_together("listing checkpoints", self.steps)):
-            folder = self.path(step)
-            state, problem = run_together("reading a checkpoint", self.inspect, folder, run_id)
-            problems = [p for p in gather_objects(problem) if p]
+        for step in reversed(gather_objects(self.steps())[0]):
+            state, problems = self.read(step, run_id)
             if not problems:
                 return state
+            folder = self.path(step)
             aside = folder.with_suffix(".damaged")
 
             def set_aside(folder=folder, aside=aside, problems=problems) -> None:
@@ -669,26 +683,40 @@ class Checkpoints:
             run_together("setting a checkpoint aside", set_aside)
         return None
 
-    def inspect(self, folder: Path, run_id: str) -> tuple[dict, str | None]:
+    def read(self, step: int, run_id: str) -> tuple[dict, list[str]]:
+        """(state, all that is wrong with the files of a step's checkpoint, the same on every rank). A collective.
+
+        Errors: RankFailure where it is another run's.
+        """
+        state, problem = run_together("reading a checkpoint", self._inspect, self.path(step), run_id)
+        return state, [p for p in gather_objects(problem) if p]
+
+    def _inspect(self, folder: Path, run_id: str) -> tuple[dict, str | None]:
         """(state, what is wrong with this rank's share of the files). Errors: ValueError where it is another run's."""
         try:
             state = read_state(folder)
-            if state["run"] != run_id:
-                raise ValueError(f"{folder} belongs to another run, {state['run']} and not {run_id}. Move it away")
+        except OSError as e:
+            return {}, f"{Path(e.filename or folder).name}: {e.strerror}"
+        except (KeyError, TypeError, ValueError) as e:
+            return {}, f"{STATE} is damaged ({type(e).__name__}: {e})"
+        if state["run"] != run_id:
+            raise ValueError(f"{folder} belongs to another run, {state['run']} and not {run_id}. Move it away")
+        try:
             for name in _own_share(state["files"]):
                 size, checksum = _size_and_checksum(folder / name)
                 if [size, checksum] != state["files"][name]:
                     return state, f"{name} has {size} bytes and CRC-32 {checksum}, not {state['files'][name]}"
         except OSError as e:
             return {}, f"{Path(e.filename or folder).name}: {e.strerror}"
-        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as e:
-            return {}, f"{STATE} is damaged ({type(e).__name__}: {e})"
         return state, None
 
 
 def read_state(folder: Path) -> dict:
-    """The plain values of a checkpoint. Errors: OSError, ValueError, TypeError where it is none."""
-    return {**json.loads((folder / STATE).read_text())}
+    """The plain values of a checkpoint. Errors: OSError, ValueError, TypeError, KeyError where it is none."""
+    state = {**json.loads((folder / STATE).read_text())}
+    if zlib.crc32(json.dumps({k: v for k, v in state.items() if k != "crc32"}).encode()) != state["crc32"]:
+        raise ValueError("its own CRC-32 is another")
+    return state
 
 
 def load_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -709,9 +737,10 @@ def load_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     run_together(f"loading {folder}", check)
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a checkpoint."""
-    return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+def tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of each tensor in a checkpoint."""
+    known = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in known.items()}
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:

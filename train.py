@@ -8,8 +8,10 @@ Shapes: N samples of this rank, K rewards, T response tokens, [B, T] in a micro-
 (advantages.py), losses (losses.py), engines and data (rollout.py), graders (rewards.py), collectives (dist_utils.py).
 """
 
+import contextlib
 import dataclasses
 import difflib
+import fcntl
 import inspect
 import itertools
 import json
@@ -238,7 +240,7 @@ class Config:
     resume: str | None = None
     """Run folder to go on in, after its last complete checkpoint, with its settings where no others are given."""
     save_every: int = 50
-    """Steps between checkpoints; 0: only where a signal stops the run."""
+    """Steps between checkpoints, which are made at the next push; 0: only where a signal stops the run."""
     keep_last: int = 2
     """Checkpoints that are kept; older ones are deleted when a newer one is complete; 0: all."""
     async_save: bool = False
@@ -328,8 +330,13 @@ class Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice (PyYAML keeps the last, silently), and reads numbers as a command line does:
-    010 is ten and not eight, 1:30 is a text and not ninety."""
+    """A YAML loader that refuses a key given twice (PyYAML keeps the last, silently) and aliases (few lines of them can be
+    gigabytes), and reads numbers as a command line does: 010 is ten and not eight, 1:30 is a text and not ninety."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError(f"line {self.peek_event().start_mark.line + 1}: aliases (*name) are not read; write the value out")
+        return super().compose_node(parent, index)
 
     def construct_number(self, node):
         for number in (int, float, super().construct_yaml_float):  # the last one knows .nan and .inf
@@ -341,7 +348,7 @@ class _Loader(yaml.SafeLoader):
         return node.value
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(k, deep=True) for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
         twice = sorted({str(k) for k in keys if keys.count(k) > 1})
         if twice:
             raise ValueError(f"given twice: {', '.join(twice)}")
@@ -391,10 +398,7 @@ def read_config_file(path: str) -> list[str]:
                 continue
             arguments += [flag, *map(str, items)]
         elif isinstance(value, dict) and name == "dataset_params":
-            try:
-                arguments.append(f"{flag}={json.dumps(value, default=str)}")
-            except (ValueError, RecursionError) as e:
-                problems.append(f"{key}: {e}")
+            arguments.append(f"{flag}={json.dumps(value, default=str)}")
         elif isinstance(value, bool) and bool not in get_args(types[name]):
             problems.append(f"{key}: {str(value).lower()} is no value of this setting; put a text in quotes")
         elif isinstance(value, list | dict):
@@ -416,8 +420,9 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
     quiet = os.environ.get("RANK", "0") != "0"
 
     def last(flag: str) -> str | None:
-        values = [b for a, b in zip(argv, [*argv[1:], ""]) if a == flag]
-        return next(reversed(values + [a.removeprefix(f"{flag}=") for a in argv if a.startswith(f"{flag}=")]), None)
+        pairs = ((a.partition("="), b) for a, b in zip(argv, [*argv[1:], ""]))
+        values = [value if sign else after for (name, sign, value), after in pairs if name == flag]
+        return values[-1] if values else None
 
     try:
         file, run_dir = last("--config"), last("--resume")
@@ -717,19 +722,27 @@ def new_run_dir(cfg: Config, name: str) -> Path:
 
 
 def launch() -> list[int]:
-    """Number and start of the process that stands for this launch: torchrun's, which outlives restarts, or this one."""
+    """The process that stands for this launch, torchrun, which outlives restarts, or this one: its number, and its start in
+    clock ticks since boot, which no setting of the clock moves (field 22 of /proc/<pid>/stat)."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    return [pid, started(pid)]
+    return [pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])]
 
 
-def started(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot (which no setting of the clock moves); None if it has
-    ended. Field 22 of /proc/<pid>/stat."""
+def take_run_dir(cfg: Config, run_dir: Path, held: contextlib.ExitStack) -> None:
+    """Make the folder, and keep it for this process until `held` is closed or the process ends.
+
+    Errors: ValueError while another process has it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=bool(cfg.run_dir) or goes_on(cfg, run_dir))
+    lock = held.enter_context((run_dir / "lock").open("a+"))
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
-        return None
-    return int(fields[18]) if state != "Z" else None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise ValueError(f"{run_dir}: process {lock.read()} is at work there. Wait for its end, or stop it") from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
 
 
 def read_identity(run_dir: Path) -> dict:
@@ -745,7 +758,7 @@ def goes_on(cfg: Config, run_dir: Path) -> bool:
     if cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return bool(cfg.resume)
     try:
-        return read_identity(run_dir)["launch"] == launch()
+        return read_identity(run_dir).get("launch") == launch()
     except ValueError:  # the first attempt has not come so far
         return False
 
@@ -774,24 +787,22 @@ def resume_problems(cfg: Config) -> list[str]:
             f"--run-dir {cfg.run_dir} with --resume {cfg.resume}: a run goes on in its own folder. Drop --run-dir, or copy it"
         ]
     try:
-        pid, began = read_identity(folder)["launch"]
-    except (ValueError, KeyError) as e:
+        read_identity(folder)
+    except ValueError as e:
         return [f"{said}{e}"]
-    if [pid, began] != launch() and began == started(pid):
-        return [f"{said}process {pid} is still at work there. Wait for its end, or stop it with kill {pid}"]
     checkpoints = du.Checkpoints(folder / "checkpoints")
     for step in reversed(checkpoints.steps()):
         try:
             state = du.read_state(checkpoints.path(step))
-            return [said + p for p in unlike(cfg, config_of(state["config"]), state["step"])]
+            return [said + p for p in unlike(cfg, config_of(state["config"]), state)]
         except (OSError, ValueError, TypeError, KeyError):  # damaged: said, and set aside, when the ranks look for one
             continue
     return [f"{said}there is no complete checkpoint in {checkpoints.folder}. Start again in a new folder"]
 
 
-def unlike(cfg: Config, old: Config, step: int) -> list[str]:
-    """What cannot change in a run that has done `step` steps with the configuration `old`."""
-    problems = []
+def unlike(cfg: Config, old: Config, state: dict) -> list[str]:
+    """What cannot change in a run whose checkpoint is `state`, of the configuration `old`."""
+    problems, step, made = [], state["step"], state["learners"]["policy"][0]
     if cfg.seed != old.seed:
         problems.append(f"--seed {cfg.seed}: was {old.seed}; the order of the data and every sample follow from it")
     if cfg.algorithm in adv.ALGORITHMS and cfg.spec.needs_critic != old.spec.needs_critic:
@@ -806,6 +817,11 @@ def unlike(cfg: Config, old: Config, step: int) -> list[str]:
         )
     if cfg.steps < step:
         problems.append(f"--steps {cfg.steps}: the run has done {step}")
+    elif cfg.algorithm in adv.ALGORITHMS and policy_updates(cfg) < made:
+        problems.append(
+            f"--steps {cfg.steps} of {cfg.updates_per_rollout} optimizer steps: the run has made {made} already, more than the "
+            f"{policy_updates(cfg)} over which the learning rate is scheduled"
+        )
     return problems
 
 
@@ -827,7 +843,8 @@ def keep_records(run_dir: Path, step: int, aside: Path) -> None:
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         if kept != lines:
             print(f"{metrics}: {len(lines) - len(kept)} lines after step {step} are in {aside} now", flush=True)
-            du.write_text(aside, "".join(lines[len(kept) :]))
+            with aside.open("a") as f:
+                f.writelines(lines[len(kept) :])
             du.write_text(metrics, "".join(kept))
     for file in (p for pattern in ("samples/*", "eval/*/*", "batches/*") for p in run_dir.glob(pattern)):
         number = re.search(r"_(\d+)(\.jsonl)?$", file.name)
@@ -860,7 +877,7 @@ def make_run_dir(cfg: Config, run_dir: Path, resumed: int | None = None) -> None
     resumed: the step after which the run goes on; then that is in a folder of its own there, and config.yaml is the new one.
     """
     again = goes_on(cfg, run_dir)
-    run_dir.mkdir(parents=True, exist_ok=bool(cfg.run_dir) or again)
+    run_dir.mkdir(parents=True, exist_ok=True)
     run = read_identity(run_dir)["run"] if again else secrets.token_hex(8)
     du.write_text(run_dir / "run.json", json.dumps({"run": run, "launch": launch()}) + "\n")
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cfg).items()}
@@ -940,17 +957,23 @@ class Run:
         return found
 
 
-def set_up(cfg: Config, ranks: du.Ranks, stop: du.StopRequest) -> Run:
+def set_up(cfg: Config, ranks: du.Ranks, stop: du.StopRequest, held: contextlib.ExitStack) -> Run:
     """Data, run folder, engine, model, optimizer and log, in this order: cheap things that can be wrong come first."""
     set_seed(cfg.seed)
     model_path, run_dir = model_folder(cfg), new_run_dir(cfg, cfg.algorithm)
     tokenizer, eos, prompts, held_out = du.run_together("loading the data", ro.load_data, cfg, model_path)
     du.agree("the prompts", [p.digest() for p in (prompts, *held_out.values())])
+    du.run_together("making the run folder", take_run_dir if ranks.rank == 0 else no_work, cfg, run_dir, held)
     checkpoints = du.Checkpoints(run_dir / "checkpoints", cfg.keep_last, cfg.async_save)
     state = None
     if du.gather_objects(goes_on(cfg, run_dir))[0]:
+        there = checkpoints.steps()
         state = checkpoints.find(du.run_together("reading the run folder", read_identity, run_dir)["run"])
-        du.run_together("comparing with the checkpoint", compare, cfg, ranks, prompts, state)
+        if state is None and (there or cfg.resume):
+            raise du.RankFailure(f"{run_dir}: no checkpoint is complete. Start again in a new folder")
+        if state is not None:
+            known = du.run_together("reading the checkpoint", du.tensor_sizes, checkpoints.path(state["step"]))
+            du.run_together("comparing with the checkpoint", compare, cfg, ranks, prompts, model_path, state, known)
     resumed = None if state is None else state["step"]
     du.run_together("making the run folder", make_run_dir if ranks.rank == 0 else no_work, cfg, run_dir, resumed)
     run_id = du.run_together("reading the run folder", read_identity, run_dir)["run"]
@@ -990,14 +1013,13 @@ def load_learners(cfg: Config, model_path: str, dtype: torch.dtype) -> tuple[du.
     return policy, du.Learner(critic, cfg.number("critic_lr"), cfg.steps * cfg.updates_per_rollout, *adamw, "critic_")
 
 
-def compare(cfg: Config, ranks: du.Ranks, prompts: ro.Prompts, state: dict | None) -> None:
-    """Say what has changed since the checkpoint. Errors: ValueError for what cannot, or where --resume has no checkpoint."""
-    if state is None and cfg.resume:
-        raise ValueError(f"--resume {cfg.resume}: no checkpoint is complete. Start again in a new folder")
-    if state is None:
-        return
+def compare(cfg: Config, ranks: du.Ranks, prompts: ro.Prompts, model_path: str, state: dict, known: dict[str, tuple]) -> None:
+    """Say what has changed since the checkpoint, with `known` tensors. Errors: ValueError for what cannot change."""
     old = config_of(state["config"])
-    problems = unlike(cfg, old, state["step"])
+    problems = unlike(cfg, old, state)
+    shapes = {f"policy.weights.{name}": tuple(p.shape) for name, p in empty_model(model_path).named_parameters()}
+    if shapes != {name: shape for name, shape in known.items() if name.startswith("policy.weights.")}:
+        problems.append(f"--model {cfg.model}: has other parameters than the model of the run, {old.model}")
     if prompts.digest() != state["prompts"]:
         problems.append(
             "the training prompts are others than the run has trained on: another file, template, tokenizer or limit"
@@ -1016,11 +1038,11 @@ def compare(cfg: Config, ranks: du.Ranks, prompts: ro.Prompts, state: dict | Non
 def restore(run: Run, state: dict) -> None:
     """Take up the checkpoint of `state`: tensors, counters, place in the data, generators, and the engine's weights."""
     folder, rank = run.checkpoints.path(state["step"]), run.ranks.rank
-    names = du.run_together("reading the checkpoint", du.tensor_names, folder)
+    names = du.run_together("reading the checkpoint", du.tensor_sizes, folder)
     tensors = run.tensors(sorted(names))
-    unlike = sorted(names ^ set(tensors))
-    if unlike:
-        raise du.RankFailure(f"{folder} and the models of this run differ in {len(unlike)} tensors: {', '.join(unlike[:5])}")
+    others = sorted(set(names) ^ set(tensors))
+    if others:
+        raise du.RankFailure(f"{folder} and the models of this run differ in {len(others)} tensors: {', '.join(others[:5])}")
     du.load_checkpoint(folder, tensors)
     restore_counters(run, state)
     run.order.position = state["position"]
@@ -1052,11 +1074,16 @@ def save(run: Run) -> None:
     }
     run.checkpoints.save(run.done.step, run.tensors(), state)
     run.last_saved = run.done.step
-    if run.ranks.rank == 0:
-        for batches in (run.run_dir / "batches").glob("step_*"):  # those whose checkpoint is gone cannot be replayed
-            before = int(batches.name.removeprefix("step_")) - 1
-            if before and before not in run.checkpoints.steps():
+    run.stop.outcome = f"after the checkpoint of step {run.done.step}, if that is complete"
+
+    def prune() -> None:
+        """Batches whose checkpoint is gone cannot be replayed."""
+        kept = {f"step_{step + 1:06d}" for step in (0, *run.checkpoints.steps())}
+        for batches in (run.run_dir / "batches").glob("step_*") if run.ranks.rank == 0 else ():
+            if batches.name not in kept:
                 shutil.rmtree(batches)
+
+    du.run_together("deleting old batches", prune)
 
 
 def stop_if_asked(run: Run) -> None:
@@ -1146,18 +1173,23 @@ def batch_sequences(cfg: Config) -> int:
     return cfg.prompts_per_step // cfg.optimizer_steps_per_rollout * cfg.samples_per_prompt
 
 
+def empty_model(model_path: str) -> torch.nn.Module:
+    """The model's parameters without their values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, trust_remote_code=False))
+
+
 def plan(cfg: Config, ranks: du.Ranks, model_path: str) -> str:
     """Tokens of a step and memory of a rank, as far as they are known before a model is loaded."""
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    model = empty_model(model_path)
+    count = sum(p.numel() for p in model.parameters())
     bytes_of, world_size = du.compute_dtype(cfg.dtype, ranks.device).itemsize, ranks.world_size
     num_samples = cfg.prompts_per_step * cfg.samples_per_prompt
     gib = {"policy, fp32 with gradients and moments": 16 * count / world_size, "engine's weights": bytes_of * count}
     gib |= {"critic": 16 * count / world_size} if cfg.spec.needs_critic else {}
     gib |= {"reference": bytes_of * count / world_size} if cfg.number("kl_coef") else {}
     rows = min(cfg.micro_batch_tokens, num_samples * cfg.max_response_tokens)
-    gib["logits and their gradient, at most"] = 2 * bytes_of * rows * config.get_text_config().vocab_size
+    gib["logits and their gradient, at most"] = 2 * bytes_of * rows * model.config.get_text_config().vocab_size
     parts = ", ".join(f"{name} {amount / 2**30:.1f}" for name, amount in gib.items())
     return (
         f"plan: a step samples {cfg.prompts_per_step} x {cfg.samples_per_prompt} = {num_samples} responses, at most "
@@ -1224,6 +1256,7 @@ def collect(run: Run, step: int, hook, ledger: du.Ledger, meter: du.Meter) -> tu
     parts, verdicts = [], {}
     num_kept, missing, num_rounds = [0] * ranks.world_size, cfg.prompts_per_step, 0
     while missing and num_rounds <= (cfg.max_refills if filters else 0):
+        stop_if_asked(run)
         with ledger.phase("sample"):
             visits = run.order.take(missing)
             places = [p for p, rank in enumerate(ro.owners(num_kept, missing)) if rank == ranks.rank]
@@ -1590,9 +1623,13 @@ class Log:
 
 def train(cfg: Config, ranks: du.Ranks) -> None:
     """A whole run, or the rest of one."""
-    with du.StopRequest(ranks, cfg.grace_seconds) as stop:
-        run = set_up(cfg, ranks, stop)
-        take_steps(run)
+    with du.StopRequest(ranks, cfg.grace_seconds) as stop, contextlib.ExitStack() as held:
+        run = set_up(cfg, ranks, stop, held)
+        try:
+            take_steps(run)
+        except du.RankFailure:  # of every rank: what the background has written by now is kept
+            run.checkpoints.finish(wait=False)
+            raise
         finish(run)
 
 
@@ -1606,11 +1643,11 @@ def take_steps(run: Run) -> None:
     ledger = du.Ledger(du.PHASES)
     for step in range(run.done.step + 1, cfg.steps + 1):
         meter = du.Meter()
-        stop_if_asked(run)
 
         # ---- rollout, graded and scored: all samples, and those to train on, in the order of their optimizer batches
         everything, chosen, sizes, verdicts = collect(run, step, hook, ledger, meter)
         stop_if_asked(run)  # nothing has been learned of it yet
+        write_step(run, step, everything, verdicts)
 
         # ---- batches, and what has to be known before the update: reference log-probs, old log-probs, values
         with ledger.phase("forward"):
@@ -1652,7 +1689,6 @@ def take_steps(run: Run) -> None:
         # ---- log
         if step % TRIM_EVERY == 0 and ranks.device.type == "cpu":
             du.trim_memory()
-        write_step(run, step, everything, verdicts)
         meter.peak("rollout/epoch", run.order.position / run.order.num_prompts)
         meter.peak("perf/peak_memory_gib", du.peak_memory_gib(ranks.device))
         meter.peak("perf/memory_gib", du.memory_gib())
@@ -1664,7 +1700,8 @@ def take_steps(run: Run) -> None:
         ledger = du.Ledger(du.PHASES)
         with ledger.phase("save"):
             run.checkpoints.finish(wait=False)
-            if cfg.save_every and step % cfg.save_every == 0:
+            due = cfg.save_every and step // cfg.save_every > run.last_saved // cfg.save_every
+            if due and step % cfg.push_every == 0:  # a checkpoint holds no older weights for the engine
                 save(run)
 
 

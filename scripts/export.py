@@ -20,20 +20,26 @@ import train
 def export(cfg: train.Config, ranks: du.Ranks, run_dir: Path, step: int | None, out: Path) -> None:
     """Load the checkpoint into the model of the run's settings, and write it."""
     checkpoints = du.Checkpoints(run_dir / "checkpoints")
-    steps = checkpoints.steps()
-    if not steps or step not in (None, *steps):
-        raise du.RankFailure(f"--step {step}: {run_dir} has checkpoints of the steps {', '.join(map(str, steps)) or 'none'}")
-    folder = checkpoints.path(steps[-1] if step is None else step)
-    problem = du.run_together("reading the checkpoint", checkpoints.inspect, folder, train.read_identity(run_dir)["run"])[1]
-    if problem:
-        raise du.RankFailure(f"{folder}: {problem}")
+    run_id = du.run_together("reading the run folder", train.read_identity, run_dir)["run"]
+    steps = du.gather_objects(checkpoints.steps())[0]
+    for chosen in reversed(steps) if step is None else [step]:
+        _, problems = checkpoints.read(chosen, run_id)
+        if not problems:
+            break
+        if ranks.rank == 0:
+            print(f"{checkpoints.path(chosen)} cannot be used: {'; '.join(problems)}", file=sys.stderr)
+    else:
+        raise du.RankFailure(
+            f"{run_dir}: no such checkpoint is complete; there are those of {', '.join(map(str, steps)) or 'none'}"
+        )
+    folder = checkpoints.path(chosen)
     model_path, dtype = train.model_folder(cfg), du.compute_dtype(cfg.dtype, ranks.device)
     tokenizer = du.run_together("loading the tokenizer", ro.load_tokenizer, cfg, model_path)
     policy, _ = train.load_learners(cfg, model_path, dtype)
     du.load_checkpoint(folder, {f"policy.{n}": t for n, t in policy.tensors().items()})
     du.export_model(policy.model, model_path, tokenizer, dtype, out)
     if ranks.rank == 0:
-        print(f"the policy after step {checkpoints.steps()[-1] if step is None else step}: {out}")
+        print(f"the policy after step {chosen}: {out}")
 
 
 def main(argv: list[str]) -> None:

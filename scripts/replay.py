@@ -63,8 +63,11 @@ def replay(cfg: train.Config, ranks: du.Ranks, run_dir: Path, step: int) -> dict
     earlier = [s for s in checkpoints.steps() if s < step]
     if earlier:
         folder = checkpoints.path(earlier[-1])
-        state = du.run_together("reading the checkpoint", du.read_state, folder)
-        names = du.run_together("reading the checkpoint", du.tensor_names, folder)
+        run_id = du.run_together("reading the run folder", train.read_identity, run_dir)["run"]
+        state, problems = checkpoints.read(earlier[-1], run_id)
+        if problems:
+            raise du.RankFailure(f"{folder} cannot be used: {'; '.join(problems)}")
+        names = du.run_together("reading the checkpoint", du.tensor_sizes, folder)
         du.load_checkpoint(folder, train.Run.tensors(run, sorted(names)))
         train.restore_counters(run, state)
     start = earlier[-1] if earlier else 0

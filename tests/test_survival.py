@@ -152,8 +152,14 @@ def test_the_policy_of_a_checkpoint_is_exported_as_a_run_would(straight, alone, 
         written = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
         assert written and all(torch.equal(tensor, saved[f"policy.weights.{name}"]) for name, tensor in written.items())
     assert train.model_folder(parse("--model", tmp_path / "4")) == str(tmp_path / "4")
-    with pytest.raises(du.RankFailure, match=r"--step 77: .* has checkpoints of the steps 1, 2, 3, 4, 5, 6, 7"):
-        export.export(cfg, alone, run_dir, 77, tmp_path / "77")
+    copy = run_again(straight, tmp_path, 4)
+    with pytest.raises(du.RankFailure, match=r"no such checkpoint is complete; there are those of 1, 2, 3, 4"):
+        export.export(cfg, alone, copy, 77, tmp_path / "77")
+    next((copy / "checkpoints" / "step_000004").glob("*.safetensors")).unlink()
+    export.export(cfg, alone, copy, None, tmp_path / "whole")
+    assert "the policy after step 3" in capsys.readouterr().out
+    with pytest.raises(du.RankFailure, match="step_000004 cannot be used"):
+        replay.replay(cfg, alone, copy, 5)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +196,13 @@ def test_what_cannot_change_is_refused_before_anything_is_loaded(straight, tmp_p
         (["--algorithm", "ppo"], "the checkpoint of gdpo has no critic, and ppo has one"),
         (["--kl-coef", "0"], "--kl-coef 0: was 0.01; the reference model is a part of the checkpoint"),
         (["--steps", "2"], "--steps 2: the run has done 3"),
+        (["--optimizer-steps-per-rollout", "1", "--steps", "5"], "the run has made 6 already, more than the 5 over which"),
         (["--run-dir", tmp_path / "x"], "a run goes on in its own folder"),
     ):
         assert says in refusal(capsys, "--resume", copy, *argv)
     assert "--resume no: no such folder" in refusal(capsys, "--resume", "no")
     assert "is no run folder, which has a config.yaml" in refusal(capsys, "--resume", tmp_path)
     assert "or go on in it with --resume" in refusal(capsys, "--run-dir", copy)
-    (copy / "run.json").write_text(json.dumps({"run": "x", "launch": [os.getppid(), train.started(os.getppid())]}))
-    assert f"process {os.getppid()} is still at work there" in refusal(capsys, "--resume", copy)
     (copy / "run.json").write_text("{")
     assert "is no run folder, which has a run.json" in refusal(capsys, "--resume", copy)
     shutil.rmtree(copy / "checkpoints")
@@ -205,15 +210,50 @@ def test_what_cannot_change_is_refused_before_anything_is_loaded(straight, tmp_p
     assert "there is no complete checkpoint" in refusal(capsys, "--resume", copy)
 
 
-def test_other_prompts_and_other_models_are_refused_before_the_folder_is_touched(straight, alone, tmp_path, mini):
-    copy = run_again(straight, tmp_path, 3)
-    lines = (copy / "metrics.jsonl").read_text()
-    with pytest.raises(du.RankFailure, match="the training prompts are others than the run has trained on"):
-        train.train(parse("--resume", copy, "--prompt-template", "{question}!"), alone)
-    assert (copy / "metrics.jsonl").read_text() == lines and not list(copy.glob("resumed_*"))
+def test_other_prompts_and_other_models_are_refused_before_the_folder_is_touched(straight, alone, tmp_path, tiny):
+    copy, wide = run_again(straight, tmp_path, 3), tmp_path / "wide"
+    shutil.copytree(tiny, wide)
+    config = json.loads((wide / "config.json").read_text()) | {"intermediate_size": 128}
+    (wide / "config.json").write_text(json.dumps(config))
+    before = {f: f.read_bytes() for f in copy.rglob("*") if f.is_file() and f.name != "lock"}
+    for argv, says in (
+        (["--prompt-template", "{question}!"], "the training prompts are others than the run has trained on"),
+        (["--model", wide], "has other parameters than the model of the run"),
+    ):
+        with pytest.raises(du.RankFailure, match=says):
+            train.train(parse("--resume", copy, *argv), alone)
+        assert {f: f.read_bytes() for f in copy.rglob("*") if f.is_file() and f.name != "lock"} == before
     with pytest.raises(du.RankFailure, match="step_000003 belongs to another run"):
         (copy / "run.json").write_text('{"run": "another", "launch": [1, 0]}')
         train.train(parse("--resume", copy), alone)
+
+
+def test_a_folder_is_one_processes_at_a_time(straight, alone, tmp_path):
+    copy = run_again(straight, tmp_path, 6)
+    with contextlib.ExitStack() as held:
+        train.take_run_dir(parse("--resume", copy), copy, held)
+        with pytest.raises(du.RankFailure, match=f"process {os.getpid()} is at work there. Wait for its end, or stop it"):
+            train.train(parse("--resume", copy), alone)
+    train.train(parse("--resume", copy), alone)
+
+
+def test_a_restart_finds_the_folder_that_its_launch_has_made(alone, tmp_path, monkeypatch):
+    """Without --run-dir; and takes no other run's folder for it."""
+    monkeypatch.setattr(train, "ROOT", tmp_path)
+    for name, identity in (("a", {"run": "1", "launch": [1, 2]}), ("b", {"run": "2", "launch": train.launch()}), ("c", {})):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text(json.dumps(identity))
+    cfg, other = train.Config(), train.Config(run_dir=str(tmp_path / "runs" / "a"))
+    assert train.new_run_dir(cfg, "x").name.startswith("x-20") and not train.goes_on(cfg, tmp_path / "runs" / "b")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train.new_run_dir(cfg, "x") == tmp_path / "runs" / "b" and train.goes_on(cfg, tmp_path / "runs" / "b")
+    assert not train.goes_on(other, tmp_path / "runs" / "a") and "is not empty" in str(train.find_problems(other))
+
+
+def test_a_schedule_never_turns_round():
+    for schedule in ("linear", "cosine", "constant"):
+        factors = [du.lr_factor(step, schedule, 3, 10) for step in range(30)]
+        assert all(0 <= f <= 1 for f in factors) and factors[10:] == [factors[10]] * 20
 
 
 def test_every_checkpoint_damaged_is_the_end(straight, alone, tmp_path):
@@ -268,8 +308,8 @@ def test_a_signal_finishes_or_abandons_the_step_saves_and_ends(
 def test_a_signal_waits_for_the_engine_to_have_the_checkpoints_weights(alone, small, tmp_path, monkeypatch):
     """With --push-every 2 the engine samples step 2 with older weights: a checkpoint after step 1 would not go on alike."""
     argv = [*small, "--algorithm", "grpo", "--push-every", "2", "--eval-every", "0", "--steps", "4", "--save-every", "0"]
-    argv += ["--max-logprob-diff", "9"]
-    train.train(parse(*argv, "--run-dir", tmp_path / "whole", "--save-every", "2"), alone)
+    train.train(parse(*argv, "--run-dir", tmp_path / "whole", "--save-every", "1"), alone)
+    assert du.Checkpoints(tmp_path / "whole" / "checkpoints").steps() == [2, 4]  # at pushes
     with signalled(monkeypatch, signal.SIGTERM, "judge", 2), pytest.raises(du.Stopped, match="after step 2"):
         train.train(parse(*argv, "--run-dir", tmp_path / "run"), alone)
     train.train(parse("--resume", tmp_path / "run", "--save-every", "2"), alone)

@@ -54,8 +54,6 @@ def test_file_is_parsed_like_the_command_line(tmp_path):
     for text, lr, steps in (("steps: 010\nlr: 1_0.5e-3", 1.05e-2, 10), ("\ufefflr: +1E-05\r\n", 1e-5, 100)):
         path.write_text(text, encoding="utf-8")  # numbers are read as on the command line, not as octal
         assert (parse("--config", path).lr, parse("--config", path).steps) == (lr, steps)
-    path.write_text("<<: {lr: 1e-5, steps: 3}\nsteps: 4\n")
-    assert (parse("--config", path).lr, parse("--config", path).steps) == (1e-5, 4)
     assert not parse("--config", path, "--no-normalize-advantages", "--algorithm", "gdpo").normalize_advantages
 
 
@@ -89,7 +87,7 @@ def test_file_is_parsed_like_the_command_line(tmp_path):
         ("lr: 1\n---\nlr: 2\n", ["--config", "another document"]),
         ("a: " + "[" * 5000, ["--config", "recursion"]),
         ("#" * 2**20 + "\n", ["--config", "is over 1048576 bytes"]),
-        ("dataset_params: &a {b: *a}\n", ["dataset_params: Circular reference"]),
+        ("dataset_params: &a {b: *a}\n", ["line 1: aliases (*name) are not read"]),
         ("dataset_params: {min_trems: 2}\n", ["--dataset-params: rg:chain_sum has no min_trems; it has min_terms, max_terms"]),
         ("dataset_params: [1]\n", ["dataset_params: [1] is a list"]),
         ("reward_weights: {format: {a: 1}}\n", ["is not a number"]),
@@ -434,6 +432,16 @@ def test_ratio_and_reference_start_where_they_must(many, name):
 
 def test_a_second_epoch_compares_with_the_policy_that_sampled(many):
     assert all(abs(metrics["policy/ratio"] - 1) > 1e-4 for metrics in many[2]["hook"])
+
+
+def test_a_run_of_two_ranks_that_goes_on_is_the_run_that_never_stopped(many):
+    """With a critic that has warmed up, a reference that follows, two updates a step and a schedule."""
+    whole, rest = (train_worker.facts(many["folder"] / "2" / name) for name in ("straight", "from_3"))
+    assert whole == rest and [r["step"] for r in whole[0]] == [1, 2, 3, 4, 5]
+    names = {name for _, name in whole[3]}
+    assert {"policy", "critic", "reference"} == {
+        name.split(".")[0] for name in names
+    } and "critic.exp_avg_sq.head.weight" in names
 
 
 def test_critic_learns_and_warms_up_alone(many):

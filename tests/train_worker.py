@@ -67,7 +67,7 @@ def facts(run: Path) -> tuple:
     texts = {str(f.relative_to(run)): f.read_text() for f in (*run.glob("samples/*"), *run.glob("eval/*/*"))}
     checkpoints = du.Checkpoints(run / "checkpoints")
     folder = checkpoints.path(checkpoints.steps()[-1])
-    state = {name: v for name, v in du.read_state(folder).items() if name not in ("config", "files", "run")}
+    state = {name: v for name, v in du.read_state(folder).items() if name not in ("config", "files", "run", "crc32")}
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in safetensors.torch.load_file(file).items():
