@@ -1,6 +1,6 @@
 """Everything that crosses ranks: process groups, failing together, signals, statistics, FSDP2, checkpoints.
 
-Public: `start`, `leave`, `fail`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`,
+Public: `start`, `leave`, `fail`, `say`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`,
 `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`, `full_state_dict`,
 `clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `rng_state`, `set_rng_state`, `Meter`, `Ledger`, `METRICS`.
 
@@ -130,11 +130,11 @@ def fail(ranks: Ranks, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # without torchrun, the store goes with rank 0
         first = ranks.store.compare_set(FAILED, "", own).decode() if ranks.store else own
     if isinstance(error, RankFailure):  # the rank that failed has printed its traceback
-        print(f"[rank {ranks.rank}] {error}", file=sys.stderr)
+        say(f"[rank {ranks.rank}] {error}")
     elif first == own:
-        print(f"[rank {ranks.rank}]\n{printable(''.join(traceback.format_exception(error)))}", file=sys.stderr)
+        say(f"[rank {ranks.rank}]\n{''.join(traceback.format_exception(error))}")
     else:
-        print(printable(f"[rank {ranks.rank}] stopped: another rank failed first: {first}"), file=sys.stderr)
+        say(f"[rank {ranks.rank}] stopped: another rank failed first: {first}")
 
 
 class Stopped(Exception):
@@ -181,14 +181,14 @@ class StopRequest:
         threading.Thread(target=self._leave_if_another_failed, daemon=True).start()  # the store may make it wait
         name, began = signal.Signals(self.number).name, time.monotonic()
         said = f"{name}: stopping within {self.grace:g} s; again to leave at once"
-        print(f"[rank {self.ranks.rank}] {said}", file=sys.stderr, flush=True)
+        say(f"[rank {self.ranks.rank}] {said}")
         while (left := began + self.grace - time.monotonic()) > 0:
             again = self._next(left)
             if again == 0:
                 return
             if again is not None and time.monotonic() - began > self.REPEAT:
                 break
-        print(f"[rank {self.ranks.rank}] {name}: left {self.outcome}", file=sys.stderr, flush=True)
+        say(f"[rank {self.ranks.rank}] {name}: left {self.outcome}")
         leave(128 + self.number)
 
     def _leave_if_another_failed(self) -> None:
@@ -228,13 +228,18 @@ def run_together(phase: str, work: Callable[..., T], *args: Any, **kwargs: Any) 
         result = work(*args, **kwargs)
     except (Exception, SystemExit) as e:
         failure = e
-        said = printable("".join(traceback.format_exception(e)))
-        print(f"[rank {dist.get_rank()}] {phase} failed:\n{said}", file=sys.stderr, flush=True)
+        say(f"[rank {dist.get_rank()}] {phase} failed:\n{''.join(traceback.format_exception(e))}")
     if sum_over_ranks(float(failure is not None)) > 0:
         messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         named = "; ".join(f"rank {r}: {m}" for r, m in enumerate(messages) if m is not None)
         raise RankFailure(printable(f"{phase} failed on {named}")) from failure
     return result
+
+
+def say(text: str) -> None:
+    """A message on stderr, printable, in one write: lines of several ranks do not mix."""
+    sys.stderr.write(printable(text) + "\n")
+    sys.stderr.flush()
 
 
 def printable(text: str) -> str:
@@ -298,7 +303,7 @@ class Moments:
 @functools.cache
 def _say_world_size() -> None:
     """Once a process: over how many ranks statistics are taken, from the process group itself."""
-    print(f"[rank {dist.get_rank()}] statistics are over {dist.get_world_size()} ranks", file=sys.stderr, flush=True)
+    say(f"[rank {dist.get_rank()}] statistics are over {dist.get_world_size()} ranks")
 
 
 def mean_std(values: torch.Tensor, mask: torch.Tensor, ddof: int) -> Moments:
@@ -631,7 +636,7 @@ class Checkpoints:
 
         def check() -> dict[str, list[int]]:
             if failure is not None:
-                print("".join(failure[1].format()), file=sys.stderr)
+                say("".join(failure[1].format()))
                 raise failure[0]
             return {name: _size_and_checksum(beside / name) for name in _own_share(p.name for p in beside.iterdir())}
 
@@ -647,9 +652,7 @@ class Checkpoints:
                         self.path(old).rename(condemned)
                         shutil.rmtree(condemned)
                     except OSError as e:
-                        print(
-                            f"warning: the checkpoint {self.path(old)} could not be deleted: {e}", file=sys.stderr, flush=True
-                        )
+                        say(f"warning: the checkpoint {self.path(old)} could not be deleted: {e}")
 
         files = {}
         try:
@@ -676,7 +679,7 @@ class Checkpoints:
             def set_aside(folder=folder, aside=aside, problems=problems) -> None:
                 if is_first_rank():
                     said = f"{'; '.join(problems)}. It is {aside.name} now, and the one before it is tried"
-                    print(f"warning: {folder} cannot be used: {said}", file=sys.stderr, flush=True)
+                    say(f"warning: {folder} cannot be used: {said}")
                     shutil.rmtree(aside, ignore_errors=True)
                     folder.rename(aside)
 

@@ -435,7 +435,7 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
             raise ValueError("the configuration cannot run:\n  - " + "\n  - ".join(problems))
     except ValueError as e:
         if not quiet:
-            print(du.printable(f"{prog}: {e}"), file=sys.stderr)
+            du.say(f"{prog}: {e}")
         raise SystemExit(2) from None
     return cfg
 
@@ -480,7 +480,7 @@ def find_problems(cfg: Config) -> list[str]:
         problems += grader_problems(cfg)
         if sum(map(abs, cfg.weights)) < 1e-2 and os.environ.get("RANK", "0") == "0":
             warning = "so small that a constant added to a standard deviation (1e-4 in gdpo) shrinks the advantages"
-            print(f"warning: the reward weights {cfg.weights} are {warning}", file=sys.stderr)
+            du.say(f"warning: the reward weights {cfg.weights} are {warning}")
     except ValueError as e:
         problems.append(str(e))
     problems += out_of_range(cfg)
@@ -1287,7 +1287,7 @@ def collect(run: Run, step: int, hook, ledger: du.Ledger, meter: du.Meter) -> tu
             write_step(run, step, ro.join(parts), verdicts)
             raise RuntimeError(f"step {step}: {said}. Take easier or harder prompts, or --refill-exhausted continue")
         if ranks.rank == 0:
-            print(f"step {step}: {said}; training on the others", file=sys.stderr, flush=True)
+            du.say(f"step {step}: {said}; training on the others")
     with ledger.phase("advantage"):
         everything = ro.join(parts)
         batch_of, num_empty = ro.optimizer_batches(verdicts, cfg.optimizer_steps_per_rollout)
@@ -1580,7 +1580,7 @@ class Log:
             return
         endless = [n for n, value in metrics.items() if not math.isfinite(value)]
         if endless:
-            print(f"step {step}: not finite, and not in the log: {', '.join(endless)}", file=sys.stderr, flush=True)
+            du.say(f"step {step}: not finite, and not in the log: {', '.join(endless)}")
         metrics = {n: value for n, value in metrics.items() if n not in endless}
         with (self.run_dir / "metrics.jsonl").open("a") as f:
             f.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -1762,7 +1762,7 @@ def run_process(work: Callable[[Config, du.Ranks], None], cfg: Config) -> None:
         exit_code = 0
     except du.Stopped as e:
         exit_code = 128 + e.number
-        print(f"[rank {ranks.rank}] {e}", file=sys.stderr)
+        du.say(f"[rank {ranks.rank}] {e}")
     except BaseException as e:
         du.fail(ranks, e)
     du.leave(exit_code)

@@ -27,7 +27,7 @@ def export(cfg: train.Config, ranks: du.Ranks, run_dir: Path, step: int | None, 
         if not problems:
             break
         if ranks.rank == 0:
-            print(f"{checkpoints.path(chosen)} cannot be used: {'; '.join(problems)}", file=sys.stderr)
+            du.say(f"{checkpoints.path(chosen)} cannot be used: {'; '.join(problems)}")
     else:
         raise du.RankFailure(
             f"{run_dir}: no such checkpoint is complete; there are those of {', '.join(map(str, steps)) or 'none'}"

@@ -327,7 +327,7 @@ def test_trained_tokens_come_from_lengths_and_leave_out_what_nobody_scored():
 
 BASE = ["--engine", "hf", "--dtype", "float32", "--rewards", "letters", "vowels", "--max-prompt-tokens", "128"]
 BASE += ["--max-response-tokens", "10", "--prompts-per-step", "6", "--samples-per-prompt", "3", "--lr", "1e-3"]
-BASE += ["--dataset-params", "{size: 40}"]
+BASE += ["--dataset-params", "{size: 40}", "--eval-prompts", "7"]
 
 
 def run(world, tmp_path, tiny, *argv, options=None, timeout=120):
