@@ -1,7 +1,7 @@
 """Everything that crosses ranks: process groups, failing together, signals, statistics, FSDP2, checkpoints.
 
-Public: `start`, `leave`, `fail`, `say`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`, `max_over_ranks`,
-`mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`, `full_state_dict`,
+Public: `start`, `leave`, `fail`, `say`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`,
+`max_over_ranks`, `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`, `full_state_dict`,
 `clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `rng_state`, `set_rng_state`, `Meter`, `Ledger`, `METRICS`.
 
 The rule: a rank never leaves the sequence of collectives alone. Work that can fail on one rank runs inside
