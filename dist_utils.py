@@ -1,7 +1,7 @@
 """Everything that crosses ranks: process groups, failing together, signals, statistics, FSDP2, checkpoints.
 
-Public: `start`, `leave`, `fail`, `say`, `printable`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`,
-`max_over_ranks`, `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`,
+Public: `start`, `leave`, `fail`, `say`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`,
+`printable`, `max_over_ranks`, `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`,
 `full_state_dict`, `clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `read_state`, `load_checkpoint`, `tensor_sizes`,
 `rng_state`, `set_rng_state`, `write_text`, `Meter`, `Ledger`, `METRICS`.
 
