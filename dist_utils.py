@@ -1,9 +1,9 @@
 """Everything that crosses ranks: process groups, failing together, signals, statistics, FSDP2, checkpoints.
 
 Public: `start`, `leave`, `fail`, `say`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`,
-`printable`, `max_over_ranks`, `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`, `full_parameters`,
-`full_state_dict`, `clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `read_state`, `load_checkpoint`, `tensor_sizes`,
-`rng_state`, `set_rng_state`, `write_text`, `Meter`, `Ledger`, `METRICS`.
+`printable`, `max_over_ranks`, `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`,
+`full_parameters`, `full_state_dict`, `clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `read_state`,
+`load_checkpoint`, `tensor_sizes`, `rng_state`, `set_rng_state`, `write_text`, `Meter`, `Ledger`, `METRICS`.
 
 The rule: a rank never leaves the sequence of collectives alone. Work that can fail on one rank runs inside
 `run_together`; whatever the ranks must hold alike is compared by `agree` before the first collective that depends on it.
