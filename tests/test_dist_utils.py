@@ -170,6 +170,10 @@ def flip(file):
         (lambda c: (c.path(11) / du.STATE).unlink(), "state.json: No such file or directory"),
         (lambda c: (c.path(11) / du.STATE).write_text('{"run": '), "state.json is damaged"),
         (lambda c: (c.path(11) / du.STATE).write_text("[]"), "state.json is damaged"),
+        (
+            lambda c: (c.path(11) / du.STATE).write_text((c.path(11) / du.STATE).read_text().replace("11", "10")),
+            "its own CRC-32",
+        ),
         (lambda c: (c.path(11) / du.STATE).write_bytes(b"\xff\xfe"), "state.json is damaged"),
         (lambda c: c.path(12).symlink_to("nowhere"), "No such file or directory"),
         (lambda c: c.path(12).write_text("a file"), "Not a directory"),
