@@ -45,8 +45,8 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tiny, data) -> list[str]:
-    """Arguments of a short run of many things: two rewards of which one may abstain, evaluation, a reference."""
-    argv = ["--model", tiny, "--dataset", data, *SMALL, "--rewards", "vowels", "picky", "--kl-coef", "0.01"]
+    """Arguments of a short run of many things: a reward that abstains and one that draws numbers, evaluation, a reference."""
+    argv = ["--model", tiny, "--dataset", data, *SMALL, "--rewards", "vowels", "picky", "noisy", "--kl-coef", "0.01"]
     return [str(a) for a in [*argv, "--eval-every", "3", "--eval-modes", "greedy", "sampled"]]
 
 

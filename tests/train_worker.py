@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -37,6 +39,9 @@ PROBE = SimpleNamespace(prompt_ids=[1, 9690, 198, 28120], response_ids=[520, 953
 rw.REWARDS["letters"] = rw.Reward(lambda response, row: len(response) / 100)
 rw.REWARDS["odd"] = rw.Reward(lambda response, row: len(response) % 2)
 rw.REWARDS["picky"] = rw.Reward(lambda response, row: None if len(response) % 3 == 0 else len(response) % 2)
+rw.REWARDS["noisy"] = rw.Reward(
+    lambda response, row: random.random() + np.random.rand() + torch.rand(()).item(), in_process=True
+)
 rw.REWARDS["silent"] = rw.Reward(lambda response, row: None)
 rw.REWARDS["vowels"] = rw.Reward(
     lambda response, row: None if not response else sum(response.count(v) for v in "aeiou") / len(response)
