@@ -587,8 +587,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are committed, in order; whether they are whole is not looked at."""
-        names = (p.name for p in self.folder.iterdir()) if self.folder.is_dir() else ()
-        return sorted(int(name.removeprefix("step_")) for name in names if re.fullmatch(r"step_\d+", name))
+        names = {p.name for p in self.folder.iterdir()} if self.folder.is_dir() else set()
+        steps = (int(name.removeprefix("step_")) for name in names if re.fullmatch(r"step_\d+", name))
+        return sorted(step for step in steps if self.path(step).name in names)
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -638,6 +639,9 @@ class Checkpoints:
         def check() -> dict[str, list[int]]:
             if failure is not None:
                 say("".join(failure[1].format()))
+                if isinstance(failure[0], OSError):
+                    remedy = f"Make room at {self.folder}, or delete an older checkpoint there, and go on with --resume"
+                    raise OSError(f"{failure[0]}. {remedy}") from failure[0]
                 raise failure[0]
             return {name: _size_and_checksum(beside / name) for name in _own_share(p.name for p in beside.iterdir())}
 

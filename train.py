@@ -383,7 +383,9 @@ def read_config_file(path: str) -> list[str]:
         seen.add(name)
         flag = f"--{name.replace('_', '-')}"
         is_tuple, is_bool = str(types.get(name)).startswith("tuple"), types.get(name) is bool
-        if name not in types:
+        if name in ("config", "resume"):
+            problems.append(f"{key}: is given on the command line, not in a file")
+        elif name not in types:
             near = difflib.get_close_matches(name, types, n=1)
             problems.append(f"{key}: unknown" + (f", did you mean {near[0]}?" if near else ""))
         elif is_bool:
@@ -426,7 +428,11 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> Config:
 
     try:
         file, run_dir = last("--config"), last("--resume")
-        from_run = [] if run_dir is None else [*read_config_file(settings_file(run_dir)), f"--run-dir={run_dir}"]
+        from_run = (
+            []
+            if not run_dir or run_dir.startswith("--")
+            else [*read_config_file(settings_file(run_dir)), f"--run-dir={run_dir}"]
+        )
         from_file = [] if file is None else read_config_file(file)
         cfg = tyro.cli(Config, args=[*from_run, *from_file, *argv], prog=prog, console_outputs=not quiet)
         listing = any(getattr(cfg, name) for name in LISTS)
@@ -551,10 +557,9 @@ def folder_problems(cfg: Config) -> list[str]:
     elif cfg.resume:
         problems += resume_problems(cfg)
     elif cfg.run_dir and run_dir.exists() and any(run_dir.iterdir()) and not goes_on(cfg, run_dir):
-        problems.append(
-            f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten, or go on in it with "
-            f"--resume {cfg.run_dir}"
-        )
+        can_go_on = du.Checkpoints(run_dir / "checkpoints").steps()
+        other = f"or go on in it with --resume {cfg.run_dir}" if can_go_on else "or delete it: it has no checkpoint"
+        problems.append(f"--run-dir {cfg.run_dir}: is not empty; name a new folder, so that no run is overwritten, {other}")
     for name in ("model", "reward_model"):
         value = getattr(cfg, name) or ""
         folder = Path(model_folder(cfg) if name == "model" else value).expanduser()
@@ -763,13 +768,13 @@ def goes_on(cfg: Config, run_dir: Path) -> bool:
         return False
 
 
-def settings_file(run_dir: str) -> str:
-    """The settings of the run that --resume names. Errors: ValueError."""
+def settings_file(run_dir: str, flag: str = "--resume ") -> str:
+    """The settings of the run that a flag names. Errors: ValueError."""
     folder = Path(run_dir).expanduser()
     file = folder / "config.yaml"
     if not file.is_file():
         said = "no such folder" if not folder.exists() else "is no run folder, which has a config.yaml"
-        raise ValueError(f"--resume {run_dir}: {said}. Name the folder of a run, as --run-dir did")
+        raise ValueError(f"{flag}{run_dir}: {said}. Name the folder of a run, as --run-dir did")
     return str(file)
 
 
@@ -797,7 +802,7 @@ def resume_problems(cfg: Config) -> list[str]:
             return [said + p for p in unlike(cfg, config_of(state["config"]), state)]
         except (OSError, ValueError, TypeError, KeyError):  # damaged: said, and set aside, when the ranks look for one
             continue
-    return [f"{said}there is no complete checkpoint in {checkpoints.folder}. Start again in a new folder"]
+    return [f"{said}there is no complete checkpoint in {checkpoints.folder}. Start again in a new folder, or delete this one"]
 
 
 def unlike(cfg: Config, old: Config, state: dict) -> list[str]:
@@ -840,12 +845,21 @@ def keep_records(run_dir: Path, step: int, aside: Path) -> None:
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         lines = metrics.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        steps = []
+        for number, line in enumerate(lines, 1):
+            try:
+                steps += [json.loads(line)["step"]] if line.endswith("\n") else []  # the last one may be torn
+            except (ValueError, TypeError, KeyError) as e:
+                raise ValueError(f"{metrics}, line {number}: is damaged ({e}). Mend or delete that line") from e
+        kept = [line for line, number in zip(lines, steps) if number <= step]
         if kept != lines:
             print(f"{metrics}: {len(lines) - len(kept)} lines after step {step} are in {aside} now", flush=True)
             with aside.open("a") as f:
                 f.writelines(lines[len(kept) :])
             du.write_text(metrics, "".join(kept))
+    missing = max(step, 0) - (len({n for n in steps if 0 < n <= step}) if metrics.exists() else 0)
+    if missing:
+        du.say(f"warning: {metrics} lacks {missing} of the {step} steps that the checkpoint has done")
     for file in (p for pattern in ("samples/*", "eval/*/*", "batches/*") for p in run_dir.glob(pattern)):
         number = re.search(r"_(\d+)(\.jsonl)?$", file.name)
         if number and int(number[1]) > step:
@@ -883,7 +897,11 @@ def make_run_dir(cfg: Config, run_dir: Path, resumed: int | None = None) -> None
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cfg).items()}
     text = yaml.safe_dump({k: v for k, v in plain.items() if k not in NOT_SETTINGS}, sort_keys=False)
     folder = run_dir if resumed is None else run_dir / f"resumed_{resumed:06d}"
-    folder.mkdir(exist_ok=True)
+    if resumed is not None:
+        times = len(list(run_dir.glob(f"{folder.name}*")))
+        folder = folder.with_name(folder.name + (f"_{times + 1}" if times else ""))
+        folder.mkdir()
+        shutil.copy(run_dir / "config.yaml", folder / "config_before.yaml")
     if again:
         keep_records(run_dir, -1 if resumed is None else resumed, folder / "metrics_taken_out.jsonl")
     for place in {run_dir, folder}:
@@ -1406,6 +1424,8 @@ def keep_batches(run: Run, step: int, batches: list[tuple], num_skipped: int) ->
         name = f"{'skipped' if num_skipped else 'step'}_{step:06d}"
         file = folder / name / f"rank_{run.ranks.rank}.safetensors"
         du.run_together("saving the batches", losses.save_batches, file, batches)
+        if run.ranks.rank == 0:
+            shutil.copy(run.run_dir / "config.yaml", file.parent)  # a run that goes on may have others later
     in_a_row = max(learner.num_skipped for learner in (run.policy, run.critic) if learner is not None)
     if in_a_row >= run.cfg.max_skipped:
         said = f"loss or gradient was not finite in {in_a_row} optimizer steps in a row (--max-skipped {run.cfg.max_skipped})"

@@ -29,14 +29,14 @@ def export(cfg: train.Config, ranks: du.Ranks, run_dir: Path, step: int | None, 
         if ranks.rank == 0:
             du.say(f"{checkpoints.path(chosen)} cannot be used: {'; '.join(problems)}")
     else:
-        raise du.RankFailure(
-            f"{run_dir}: no such checkpoint is complete; there are those of {', '.join(map(str, steps)) or 'none'}"
-        )
+        there = ", ".join(map(str, steps)) or "none"
+        raise du.RankFailure(f"--step {step} of {run_dir}: no such checkpoint is complete; there are those of {there}")
     folder = checkpoints.path(chosen)
     model_path, dtype = train.model_folder(cfg), du.compute_dtype(cfg.dtype, ranks.device)
     tokenizer = du.run_together("loading the tokenizer", ro.load_tokenizer, cfg, model_path)
     policy, _ = train.load_learners(cfg, model_path, dtype)
     du.load_checkpoint(folder, {f"policy.{n}": t for n, t in policy.tensors().items()})
+    du.run_together("making the folder", out.parent.mkdir, parents=True, exist_ok=True)
     du.export_model(policy.model, model_path, tokenizer, dtype, out)
     if ranks.rank == 0:
         print(f"the policy after step {chosen}: {out}")
@@ -52,8 +52,11 @@ def main(argv: list[str]) -> None:
     run_dir, out = known.run.expanduser(), known.out.expanduser()
     if out.exists():
         parser.error(f"--out {out}: exists; name a new folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    cfg = train.parse(["--config", str(run_dir / "config.yaml"), *flags, "--run-dir", "None"], "export.py")
+    try:
+        settings = train.settings_file(known.run, "RUN ")
+    except ValueError as e:
+        parser.error(str(e))
+    cfg = train.parse(["--config", settings, *flags, "--run-dir", "None"], "export.py")
     train.run_process(lambda cfg, ranks: export(cfg, ranks, run_dir, known.step, out), cfg)
 
 

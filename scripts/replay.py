@@ -6,7 +6,7 @@
 
 A run saves the batches of its first step, of the first step after each checkpoint that it keeps, and of each step with a
 skipped update, as batches/. Replayed are forward and backward passes and optimizer steps, on the weights and moments of the
-checkpoint before, with the saved advantages, log-probs and values, and the settings of config.yaml; no engine, no data set, no
+checkpoint before, with the saved advantages, log-probs and values, and the settings of that step; no engine, no data set, no
 grader. Further flags are train.py's: those of loss, KL, mismatch and optimizer act, those of rewards and advantages do not.
 With as many ranks as the run had the numbers are the same bit for bit, with others to rounding.
 """
@@ -29,7 +29,7 @@ def find_batches(run_dir: Path, step: int) -> list[Path]:
     """The files of a step, one a rank of the run. Errors: ValueError naming the steps that there are."""
     for name in (f"step_{step:06d}", f"skipped_{step:06d}"):
         if (run_dir / "batches" / name).is_dir():
-            return sorted((run_dir / "batches" / name).iterdir(), key=lambda f: int(f.stem.removeprefix("rank_")))
+            return sorted((run_dir / "batches" / name).glob("rank_*"), key=lambda f: int(f.stem.removeprefix("rank_")))
     there = sorted(int(f.name.split("_")[1]) for f in run_dir.glob("batches/*"))
     raise ValueError(f"--step {step}: {run_dir} has batches of the steps {', '.join(map(str, there)) or 'none'}")
 
@@ -86,7 +86,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--step", type=int, required=True, help="step whose update is run again")
     known, flags = parser.parse_known_args(argv)
     run_dir, step = known.run.expanduser(), known.step
-    cfg = train.parse(["--config", str(run_dir / "config.yaml"), *flags, "--run-dir", "None"], "replay.py")
+    try:
+        train.settings_file(known.run, "RUN ")
+        settings = find_batches(run_dir, step)[0].parent / "config.yaml"
+    except ValueError as e:
+        parser.error(str(e))
+    cfg = train.parse(["--config", str(settings), *flags, "--run-dir", "None"], "replay.py")
 
     def work(cfg: train.Config, ranks: du.Ranks) -> None:
         metrics = replay(cfg, ranks, run_dir, step)

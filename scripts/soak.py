@@ -10,6 +10,7 @@ of the last fifth of the steps is over that of the second fifth by more than --m
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,11 +28,16 @@ def main(argv: list[str]) -> int:
     default = ROOT / "runs" / f"soak-{time.strftime('%Y%m%d-%H%M%S')}"
     parser.add_argument("--run-dir", type=Path, default=default, help="new folder")
     known, flags = parser.parse_known_args(argv)
+    if any(flag.startswith("--resume") for flag in flags):
+        parser.error("--resume: a soak is a run of its own")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={known.ranks}"] if known.ranks > 1 else []
     command = [sys.executable, *torchrun, str(ROOT / "train.py"), *flags, "--run-dir", str(known.run_dir)]
-    code = subprocess.run(command).returncode
+    child = subprocess.Popen(command)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the run saves and ends; then this does
+        signal.signal(number, lambda n, _: child.send_signal(n))
+    code = child.wait()
     if code:
-        return code
+        return code if code > 0 else 128 - code
     records = [json.loads(line) for line in (known.run_dir / "metrics.jsonl").read_text().splitlines()]
     memory = {r["step"]: r["perf/memory_gib"] for r in records if "perf/memory_gib" in r}
     print("\n".join(f"step {step}: {gib:.3f} GiB" for step, gib in memory.items()))
@@ -40,6 +46,8 @@ def main(argv: list[str]) -> int:
     growth = statistics.mean(late) / statistics.mean(early) - 1
     shown = ", ".join(f"step {s}: {g:.3f}" for s, g in memory.items() if s in (1, 10) or s % 100 == 0)
     print(f"memory of a rank, GiB: {shown}; last fifth against second fifth: {growth:+.2%}")
+    if growth > known.max_growth:
+        print(f"the memory has grown by more than --max-growth {known.max_growth:g}", file=sys.stderr)
     return int(growth > known.max_growth)
 
 

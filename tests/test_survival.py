@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import train_worker
+import yaml
 from conftest import ROOT
 
 import dist_utils as du
@@ -123,6 +124,30 @@ def test_what_came_after_the_checkpoint_is_taken_out_and_what_was_half_written_t
     for folder in (copy, copy / "resumed_000006"):
         assert train.parse(["--config", str(folder / "config.yaml"), "--run-dir", "None"]).lr == 2e-3
     assert {f.name for f in (copy / "resumed_000006").iterdir()} >= {"command.txt", "git.diff", "packages.txt"}
+    train.train(parse("--resume", copy, "--lr", "3e-3", "--steps", "8", "--keep-last", "3"), alone)
+    before = (
+        "batches/step_000007/config.yaml",
+        "batches/step_000008/config.yaml",
+        "resumed_000007/config_before.yaml",
+        "config.yaml",
+    )
+    kept = [yaml.safe_load((copy / file).read_text())["lr"] for file in ("resumed_000006/config_before.yaml", *before)]
+    assert kept == [1e-3, 2e-3, 3e-3, 2e-3, 3e-3]  # no settings are lost, and each step's own are replayed
+    train.train(parse("--resume", copy, "--lr", "1e-4"), alone)
+    train.train(parse("--resume", copy), alone)
+    assert sorted(f.name for f in copy.glob("resumed_000008*")) == ["resumed_000008", "resumed_000008_2"]
+
+
+def test_metrics_that_are_damaged_or_missing_are_named(straight, alone, tmp_path, capfd):
+    copy = run_again(straight, tmp_path, 6)
+    whole = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join([*whole[:2], '{"step": 2, "torn\n', *whole[3:]]))
+    with pytest.raises(du.RankFailure, match=r"metrics.jsonl, line 3: is damaged .*Mend or delete that line"):
+        train.train(parse("--resume", copy), alone)
+    (copy / "metrics.jsonl").unlink()
+    (copy / "checkpoints" / "step_7").mkdir()  # no name of ours
+    train.train(parse("--resume", copy), alone)
+    assert "metrics.jsonl lacks 6 of the 6 steps that the checkpoint has done" in capfd.readouterr().err
 
 
 def test_a_finished_run_has_nothing_left_but_can_be_made_longer(straight, alone, tmp_path):
@@ -168,7 +193,8 @@ def test_the_policy_of_a_checkpoint_is_exported_as_a_run_would(straight, alone, 
         (export, ["--out", "tests"], "--out tests: exists; name a new folder"),
         (export, [], "the following arguments are required: --out"),
         (replay, [], "the following arguments are required: --step"),
-        (replay, ["--step", "1"], "--config no/config.yaml: [Errno 2] No such file"),
+        (replay, ["--step", "1"], "RUN no: no such folder. Name the folder of a run"),
+        (export, ["--out", "no"], "RUN no: no such folder"),
     ],
 )
 def test_scripts_refuse_what_they_cannot_do(capsys, script, argv, says):
@@ -201,6 +227,9 @@ def test_what_cannot_change_is_refused_before_anything_is_loaded(straight, tmp_p
     ):
         assert says in refusal(capsys, "--resume", copy, *argv)
     assert "--resume no: no such folder" in refusal(capsys, "--resume", "no")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").touch()
+    assert "or delete it: it has no checkpoint" in refusal(capsys, "--run-dir", tmp_path / "begun")
     assert "is no run folder, which has a config.yaml" in refusal(capsys, "--resume", tmp_path)
     assert "or go on in it with --resume" in refusal(capsys, "--run-dir", copy)
     (copy / "run.json").write_text("{")
@@ -499,7 +528,7 @@ def test_a_step_is_replayed_with_the_same_numbers_or_with_another_loss(straight,
 
 def test_a_replay_says_what_is_not_there(straight, alone, tmp_path, capsys):
     copy = run_again(straight, tmp_path, 3)
-    cfg = parse("--config", copy / "config.yaml", "--run-dir", "None")
+    cfg = parse("--config", copy / "batches" / "step_000006" / "config.yaml", "--run-dir", "None")
     with pytest.raises(du.RankFailure, match=r"--step 77: .* has batches of the steps 1, 2, 3, 4, 5, 6, 7"):
         replay.replay(cfg, alone, copy, 77)
     replay.replay(cfg, alone, copy, 6)
