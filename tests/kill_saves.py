@@ -7,6 +7,7 @@ temporary name, in one attempt with and in the next without --async-save. Prints
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -40,6 +41,7 @@ def start(rank: int, port: int, argv: list[str], log: Path) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     train.sum_up = train.no_work
+    faulthandler.enable()
     try:
         train.main(argv)
     except BaseException:
@@ -108,10 +110,10 @@ def main(kills: int, folder: Path, seed: int, argv: list[str]) -> None:
             f"kill {kill + 1}: {where}; exit codes {codes}; {logged} steps logged, goes on after {steps_resumed[-1]}",
             flush=True,
         )
-    (end,) = {*reap(launch(["--resume", str(run), "--no-async-save"], log), WHOLE)}
-    (whole,) = {*reap(launch([*fresh, "--run-dir", str(folder / "peace")], log), WHOLE)}
+    end = reap(launch(["--resume", str(run), "--no-async-save"], log), WHOLE)
+    whole = reap(launch([*fresh, "--run-dir", str(folder / "peace")], log), WHOLE)
     equal = train_worker.facts(run) == train_worker.facts(folder / "peace")
-    summary = {"kills": kills, "steps_lost": lost, "from_step": steps_resumed, "exit_codes": [end, whole], "equal": equal}
+    summary = {"kills": kills, "steps_lost": lost, "from_step": steps_resumed, "exit_codes": end + whole, "equal": equal}
     print(json.dumps(summary))
 
 
