@@ -2,7 +2,7 @@
 
 Public: `start`, `leave`, `fail`, `say`, `StopRequest`, `run_together`, `agree`, `gather_objects`, `sum_over_ranks`,
 `printable`, `max_over_ranks`, `mean_std`, `correlation`, `compute_dtype`, `shard_model`, `free_gathered`, `copy_shards`,
-`full_parameters`, `full_state_dict`, `clip_grad_norm`, `export_model`, `Learner`, `Checkpoints`, `read_state`,
+`full_parameters`, `full_state_dict`, `clip_grad_norm`, `empty_model`, `export_model`, `Learner`, `Checkpoints`, `read_state`,
 `load_checkpoint`, `tensor_sizes`, `rng_state`, `set_rng_state`, `write_text`, `Meter`, `Ledger`, `METRICS`.
 
 The rule: a rank never leaves the sequence of collectives alone. Work that can fail on one rank runs inside
@@ -423,6 +423,12 @@ def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
+def empty_model(model_path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model's parameters without their values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, trust_remote_code=False), dtype=dtype)
+
+
 def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
     """Write the full model in the compute dtype, as an ordinary Hugging Face folder with the trainer's log-probs.
 
@@ -433,10 +439,7 @@ def export_model(model: PreTrainedModel, model_path: str, tokenizer: Any, dtype:
     def save() -> None:
         if dist.get_rank() != 0:
             return
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(model_path, trust_remote_code=False), dtype=dtype
-            )
+        shell = empty_model(model_path, dtype)
         shell.load_state_dict({k: v.to(dtype) for k, v in state.items()}, assign=True)
         shell.tie_weights()
         ids = {k: getattr(model.generation_config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}

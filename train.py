@@ -35,7 +35,7 @@ import torch
 import tyro
 import yaml
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging as transformers_logging
 
 import advantages as adv
@@ -1014,7 +1014,7 @@ def set_up(cfg: Config, ranks: du.Ranks, stop: du.StopRequest, held: contextlib.
     models = (dtype, engine, policy, critic, reference)
     run = Run(cfg, ranks, run_dir, run_id, model_path, *data, *models, order, log, stop, checkpoints, done)
     if state is not None:
-        restore(run, state)
+        restore(run, state, known)
     return run
 
 
@@ -1035,7 +1035,7 @@ def compare(cfg: Config, ranks: du.Ranks, prompts: ro.Prompts, model_path: str, 
     """Say what has changed since the checkpoint, with `known` tensors. Errors: ValueError for what cannot change."""
     old = config_of(state["config"])
     problems = unlike(cfg, old, state)
-    shapes = {f"policy.weights.{name}": tuple(p.shape) for name, p in empty_model(model_path).named_parameters()}
+    shapes = {f"policy.weights.{name}": tuple(p.shape) for name, p in du.empty_model(model_path).named_parameters()}
     if shapes != {name: shape for name, shape in known.items() if name.startswith("policy.weights.")}:
         problems.append(f"--model {cfg.model}: has other parameters than the model of the run, {old.model}")
     if prompts.digest() != state["prompts"]:
@@ -1053,12 +1053,11 @@ def compare(cfg: Config, ranks: du.Ranks, prompts: ro.Prompts, model_path: str, 
             print(f"changed: {said}", flush=True)
 
 
-def restore(run: Run, state: dict) -> None:
-    """Take up the checkpoint of `state`: tensors, counters, place in the data, generators, and the engine's weights."""
+def restore(run: Run, state: dict, known: dict[str, tuple]) -> None:
+    """Take up the checkpoint of `state`: its `known` tensors, counters, place in the data, generators, the engine's weights."""
     folder, rank = run.checkpoints.path(state["step"]), run.ranks.rank
-    names = du.run_together("reading the checkpoint", du.tensor_sizes, folder)
-    tensors = run.tensors(sorted(names))
-    others = sorted(set(names) ^ set(tensors))
+    tensors = run.tensors(list(known))
+    others = sorted(set(known) ^ set(tensors))
     if others:
         raise du.RankFailure(f"{folder} and the models of this run differ in {len(others)} tensors: {', '.join(others[:5])}")
     du.load_checkpoint(folder, tensors)
@@ -1191,15 +1190,9 @@ def batch_sequences(cfg: Config) -> int:
     return cfg.prompts_per_step // cfg.optimizer_steps_per_rollout * cfg.samples_per_prompt
 
 
-def empty_model(model_path: str) -> torch.nn.Module:
-    """The model's parameters without their values."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, trust_remote_code=False))
-
-
 def plan(cfg: Config, ranks: du.Ranks, model_path: str) -> str:
     """Tokens of a step and memory of a rank, as far as they are known before a model is loaded."""
-    model = empty_model(model_path)
+    model = du.empty_model(model_path)
     count = sum(p.numel() for p in model.parameters())
     bytes_of, world_size = du.compute_dtype(cfg.dtype, ranks.device).itemsize, ranks.world_size
     num_samples = cfg.prompts_per_step * cfg.samples_per_prompt
@@ -1422,10 +1415,13 @@ def keep_batches(run: Run, step: int, batches: list[tuple], num_skipped: int) ->
     folder, follows = run.run_dir / "batches", run.last_saved == step - 1
     if num_skipped or follows:
         name = f"{'skipped' if num_skipped else 'step'}_{step:06d}"
-        file = folder / name / f"rank_{run.ranks.rank}.safetensors"
-        du.run_together("saving the batches", losses.save_batches, file, batches)
-        if run.ranks.rank == 0:
-            shutil.copy(run.run_dir / "config.yaml", file.parent)  # a run that goes on may have others later
+
+        def write() -> None:
+            losses.save_batches(folder / name / f"rank_{run.ranks.rank}.safetensors", batches)
+            if run.ranks.rank == 0:
+                shutil.copy(run.run_dir / "config.yaml", folder / name)  # a run that goes on may have others later
+
+        du.run_together("saving the batches", write)
     in_a_row = max(learner.num_skipped for learner in (run.policy, run.critic) if learner is not None)
     if in_a_row >= run.cfg.max_skipped:
         said = f"loss or gradient was not finite in {in_a_row} optimizer steps in a row (--max-skipped {run.cfg.max_skipped})"

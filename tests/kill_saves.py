@@ -24,10 +24,8 @@ import train_worker  # imports everything once: each attempt is a fork
 import dist_utils as du
 import train
 
-WAIT, WHOLE = (
-    60.0,
-    3600.0,
-)  # seconds after which a rank that is still there has hung, of a run that was killed and of a whole one
+WAIT = 60.0  # seconds after which a rank that is still there has hung, of a run that was killed
+WHOLE = 3600.0  # likewise, of a run to its end
 
 
 def start(rank: int, port: int, argv: list[str], log: Path) -> int:
